@@ -52,8 +52,13 @@ class PolicyTrainer(Protocol):
 
     dp_size: int
 
-    async def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Log-probability of every token given the ones before it, fp32 [L] per sample, 0 at token 0."""
+    async def score(
+        self, samples: Sequence[Sample], *, temperature: float | None = None, reference: bool = False
+    ) -> list[np.ndarray]:
+        """Log-probability of every token given the ones before it, fp32 [L] per sample, 0 at token 0.
+
+        ``temperature`` None is the one that rollouts are sampled with. ``reference`` asks the frozen reference policy.
+        """
         ...
 
     async def train_step(self, batch: TrainBatch) -> UpdateMetrics:

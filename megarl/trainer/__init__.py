@@ -1,0 +1,1 @@
+"""The trainer: Megatron-Core, one rank per process."""

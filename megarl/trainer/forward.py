@@ -1,0 +1,120 @@
+"""One pass over micro-batches through Megatron's pipeline schedules.
+
+    T tokens of a micro-batch, V/tp vocabulary columns of this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megarl_kernels.logprob import LogprobOut, logprob_entropy
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.trainer.attention import PackedSegments, pack_segments
+from megarl.types import MicroBatch
+
+Loss = Callable[[LogprobOut, "DeviceBatch"], tuple[Tensor, Any]]
+"""From log-probabilities and the micro-batch to (scalar loss, what to report)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A MicroBatch as tensors on this rank's device; same fields, same shift."""
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    segments: PackedSegments
+    loss_weights: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        """Copy ``batch`` to ``device``."""
+
+        def float_T(array: Any) -> Tensor:
+            return torch.tensor(array, dtype=torch.float32, device=device)
+
+        return cls(
+            tokens=torch.tensor(batch.tokens, dtype=torch.int64, device=device),
+            positions=torch.tensor(batch.positions, dtype=torch.int64, device=device),
+            labels=torch.tensor(batch.labels, dtype=torch.int64, device=device),
+            segments=pack_segments(batch.cu_seqlens, device),
+            loss_weights=float_T(batch.loss_weights),
+            advantages=float_T(batch.advantages),
+            rollout_logprobs=float_T(batch.rollout_logprobs),
+            old_logprobs=None if batch.old_logprobs is None else float_T(batch.old_logprobs),
+            ref_logprobs=None if batch.ref_logprobs is None else float_T(batch.ref_logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSettings:
+    """What the log-probabilities of a pass depend on besides the weights."""
+
+    temperature: float
+    valid_vocab: int
+    entropy_in_loss: bool
+    device: torch.device
+
+
+def run_micro_batches(
+    model: torch.nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    settings: ForwardSettings,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """What ``loss`` reports for every micro-batch, in order; on the last pipeline stage only, else empty.
+
+    With ``forward_only`` false the gradients are left summed over micro-batches and data-parallel ranks, unscaled: the loss weights
+    carry every denominator.
+    """
+    step = partial(_forward_step, loss=loss, settings=settings)
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(micro_batches),
+        model=model,
+        num_microbatches=len(micro_batches),
+        seq_length=max(len(batch.tokens) for batch in micro_batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return reports
+
+
+def _forward_step(
+    batches: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Loss, settings: ForwardSettings
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+    batch = DeviceBatch.of(next(batches), settings.device)
+    output = model(
+        input_ids=batch.tokens[None],
+        position_ids=batch.positions[None],
+        attention_mask=None,
+        packed_seq_params=batch.segments,
+    )
+
+    def loss_of(logits_1TV: Tensor) -> tuple[Tensor, Tensor, Any]:
+        out = logprob_entropy(
+            logits_1TV[0],
+            batch.labels,
+            temperature=settings.temperature,
+            entropy="grad" if settings.entropy_in_loss else "metric",
+            valid_vocab=settings.valid_vocab,
+            vocab_start=logits_1TV.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        value, report = loss(out, batch)
+        return value, torch.zeros((), dtype=torch.int), report
+
+    return output, loss_of

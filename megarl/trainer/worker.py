@@ -1,0 +1,200 @@
+"""One trainer rank: what a trainer process does when the driver calls it.
+
+Every method runs on all ranks at once; methods that return something for the driver return it on the ranks named in
+their docstring and None elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import policy_loss, supervised_loss
+from megarl.config import AlgorithmConfig, ParallelConfig, TrainerConfig
+from megarl.precision import RECIPES
+from megarl.trainer import cpu
+
+cpu.prepare()  # before Megatron-Core is imported: it decides at import what it may use
+
+from megarl_kernels.logprob import LogprobOut  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+from megarl.trainer import checkpoint  # noqa: E402
+from megarl.trainer.forward import DeviceBatch, ForwardSettings, run_micro_batches  # noqa: E402
+from megarl.trainer.model import bare, build_model, load_from_hugging_face, parameter_names  # noqa: E402
+from megarl.trainer.optimizer import build_optimizer  # noqa: E402
+from megarl.types import MicroBatch  # noqa: E402
+from megarl.weights.megatron_layout import MegatronLayout  # noqa: E402
+from megarl.weights.spec import ModelSpec  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All a trainer rank needs to know."""
+
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    seed: int
+    max_steps: int
+
+
+def layout_of(sizes: ParallelConfig) -> MegatronLayout:
+    """The weight layout that goes with the parallel sizes."""
+    return MegatronLayout(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, world_size=sizes.world_size)
+
+
+class TrainerWorker:
+    """Holds this rank's shard of the model and its optimizer."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._rank = int(os.environ["RANK"])
+        self._spec = ModelSpec.from_folder(settings.trainer.model)
+        self._layout = layout_of(settings.trainer.parallel)
+
+    def setup(self) -> str:
+        """Join the process group, build the model and fill it from the Hugging Face folder; says what was built."""
+        trainer, sizes = self._settings.trainer, self._settings.trainer.parallel
+        self._device = _init_distributed(sizes, trainer.timeout_s, self._settings.seed)
+        self._model = build_model(self._spec, trainer, self._layout)
+        load_from_hugging_face(self._model, trainer.model, self._spec, self._layout, self._rank)
+        self._optimizer, self._scheduler = build_optimizer(
+            self._model,
+            trainer.optimizer,
+            bf16=RECIPES[trainer.precision.recipe].bf16,
+            max_steps=self._settings.max_steps,
+        )
+        self._optimizer.reload_model_params()
+        if self._settings.algorithm.kl.coef:  # kept in host memory; without a penalty nothing is kept
+            self._reference = {n: p.detach().cpu().clone() for n, p in bare(self._model).named_parameters()}
+        count = sum(p.numel() for p in bare(self._model).parameters())
+        return f"rank {self._rank}: {count:,} parameters, {parameter_names()} layers"
+
+    # --- passes over micro-batches -------------------------------------------------------------------------------
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], temperature: float | None, reference: bool
+    ) -> list[np.ndarray] | None:
+        """Log-probability of every label, fp32 [T] per micro-batch; from tp rank 0 of the last stage."""
+
+        def keep(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, np.ndarray]:
+            return out.logprob.sum(), out.logprob.detach().cpu().numpy()
+
+        with torch.no_grad(), self._reference_weights() if reference else nullcontext():
+            settings = self._forward_settings(temperature)
+            reports = run_micro_batches(self._model, micro_batches, keep, settings, forward_only=True)
+        return reports if self._reports() else None
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any] | None:
+        """One policy update; summed metrics of this data-parallel rank, from tp rank 0 of the last stage."""
+
+        def loss(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, Any]:
+            return policy_loss(out.logprob, out.entropy, batch, self._settings.algorithm)
+
+        return self._update(micro_batches, loss)
+
+    def supervised_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any] | None:
+        """One supervised update; otherwise as ``train_step``."""
+
+        def loss(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, Any]:
+            return supervised_loss(out.logprob, batch)
+
+        return self._update(micro_batches, loss)
+
+    def _update(self, micro_batches: Sequence[MicroBatch], loss: Any) -> dict[str, Any] | None:
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        reports = run_micro_batches(self._model, micro_batches, loss, self._forward_settings(), forward_only=False)
+        grad_norm, skipped = self._optimizer_step()
+        if not self._reports():
+            return None
+        return {"sums": reports, "grad_norm": grad_norm, "skipped": skipped, "lr": self._scheduler.get_lr({})}
+
+    def _optimizer_step(self) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether a gradient that is not finite made us skip)."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not np.isfinite(norm):
+            return norm, True
+        self._scheduler.step(1)
+        self._optimizer.step()
+        return norm, False
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """The model holds the frozen reference policy while inside."""
+        current = {name: p.detach().clone() for name, p in bare(self._model).named_parameters()}
+        self._copy_in(self._reference)
+        try:
+            yield
+        finally:
+            self._copy_in(current)
+
+    def _copy_in(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in bare(self._model).named_parameters():
+                parameter.copy_(weights[name])
+
+    def _forward_settings(self, temperature: float | None = None) -> ForwardSettings:
+        return ForwardSettings(
+            temperature=self._settings.temperature if temperature is None else temperature,
+            valid_vocab=self._spec.vocab,
+            entropy_in_loss=self._settings.algorithm.entropy_coef != 0.0,
+            device=self._device,
+        )
+
+    def _reports(self) -> bool:
+        return bool(
+            parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    # --- gradients for tests of layout equivalence -----------------------------------------------------------------
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], loss_name: str = "policy") -> dict[str, np.ndarray]:
+        """This rank's reduced gradients by parameter name, without an update."""
+        self._model.zero_grad_buffer()
+        run_micro_batches(
+            self._model,
+            micro_batches,
+            lambda out, batch: policy_loss(out.logprob, out.entropy, batch, self._settings.algorithm),
+            self._forward_settings(),
+            forward_only=False,
+        )
+        return {name: p.main_grad.cpu().numpy().copy() for name, p in bare(self._model).named_parameters()}
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of the checkpoint."""
+        checkpoint.save(folder, self._model, self._optimizer, self._scheduler, self._rank)
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's share of the checkpoint."""
+        checkpoint.load(folder, self._model, self._optimizer, self._scheduler, self._rank)
+
+
+def _init_distributed(sizes: ParallelConfig, timeout_s: float, seed: int) -> torch.device:
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

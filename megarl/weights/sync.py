@@ -1,0 +1,146 @@
+"""One weight sync: stage, prove, pause, install, agree, publish. Or leave every engine as it was.
+
+    trainer writes the shards        -> digest of what left the trainer
+    every engine rank reads them     -> the same digest, or the sync ends here and nothing was touched
+    pause, install on every rank     -> all ranks agree on version and digests, or all of them roll back
+    publish the version, resume      -> the fixed prompts get the trainer's log-probabilities, or the run ends
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megarl.config import WeightsConfig
+from megarl.interfaces import PolicyTrainer, RolloutEngine
+from megarl.types import EngineStatus, Sample, SyncReport
+
+
+class SyncFailed(RuntimeError):
+    """A new version could not be proven. Engines serve the last proven one, unless the message says otherwise."""
+
+
+class Clock(Protocol):
+    """Seconds that only go forward."""
+
+    def __call__(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Size of one sync, known from the plan before anything moves."""
+
+    moved: int
+    """Over all engines."""
+    lower_bound: int
+    """What the engine ranks must end up with."""
+
+
+class BridgeSync:
+    """A ``WeightSync`` over one trainer and the engines, which may be several replicas behind one Protocol."""
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        engine: RolloutEngine,
+        config: WeightsConfig,
+        *,
+        plan_digest: str,
+        size: Bytes,
+        probe_sequences: Sequence[tuple[int, ...]],
+        probe_tolerance: float,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._trainer, self._engine, self._config = trainer, engine, config
+        self._plan_digest, self._size = plan_digest, size
+        self._probe_sequences, self._probe_tolerance = tuple(probe_sequences), probe_tolerance
+        self._clock = clock
+        self._syncs = 0
+
+    async def sync(self, version: int) -> SyncReport:
+        """Publish the trainer's weights as ``version``.
+
+        Raises:
+            SyncFailed: checksums, installation or log-probabilities are not right.
+        """
+        start = self._clock()
+        content_digest = await self._trainer.stage_weights(version)
+        self._require_agreement("staged", await self._engine.verify_staged(version), content_digest, version=None)
+        staged = self._clock()
+        await self._engine.pause()
+        await self._install(version, content_digest)
+        await self._engine.resume(version)
+        resumed = self._clock()
+        difference = await self._probe(version) if self._probe_is_due() else None
+        self._syncs += 1
+        return SyncReport(
+            version=version,
+            bytes_moved=self._size.moved,
+            lower_bound_bytes=self._size.lower_bound,
+            stage_s=staged - start,
+            install_s=resumed - staged,
+            pause_s=resumed - staged,
+            probe_max_diff=difference,
+        )
+
+    async def _install(self, version: int, content_digest: str) -> None:
+        statuses = await self._engine.install(version)
+        try:
+            self._require_agreement("installed", statuses, content_digest, version=version)
+        except SyncFailed:
+            restored = await self._engine.rollback()
+            versions = {status.version for status in restored}
+            if len(versions) == 1 and not any(status.error for status in restored):
+                await self._engine.resume(versions.pop())  # else it stays paused: it must not serve a mixture
+            raise
+
+    def _require_agreement(
+        self, what: str, statuses: Sequence[EngineStatus], content_digest: str, *, version: int | None
+    ) -> None:
+        for rank, status in enumerate(statuses):
+            if status.error:
+                raise SyncFailed(f"engine rank {rank} could not be {what}: {status.error}")
+            if status.plan_digest != self._plan_digest:
+                raise SyncFailed(f"engine rank {rank} follows plan {status.plan_digest}, not {self._plan_digest}")
+            if status.content_digest != content_digest:
+                raise SyncFailed(
+                    f"engine rank {rank} has {what} content {status.content_digest}, the trainer wrote {content_digest}"
+                )
+            if version is not None and status.version != version:
+                raise SyncFailed(f"engine rank {rank} {what} version {status.version}, not {version}")
+
+    def _probe_is_due(self) -> bool:
+        return bool(self._config.probe_every and self._syncs % self._config.probe_every == 0)
+
+    async def _probe(self, version: int) -> float:
+        """Largest difference between engine and trainer on the fixed prompts."""
+        engine = await self._engine.score(self._probe_sequences)
+        trainer = await self._trainer.score(_as_samples(self._probe_sequences), temperature=1.0)
+        difference = max(
+            float(np.max(np.abs(np.asarray(ours[1:]) - np.asarray(theirs))))
+            for ours, theirs in zip(trainer, engine, strict=True)
+        )
+        if not difference <= self._probe_tolerance:
+            raise SyncFailed(
+                f"version {version}: on fixed prompts the engine's log-probabilities differ from the trainer's by "
+                f"{difference:.2e}, allowed {self._probe_tolerance:.0e} (weights.probe_tolerance)"
+            )
+        return difference
+
+
+def _as_samples(sequences: Sequence[tuple[int, ...]]) -> list[Sample]:
+    return [
+        Sample(
+            token_ids=np.asarray(ids, dtype=np.int32),
+            loss_mask=np.zeros(len(ids), dtype=bool),
+            rollout_logprobs=np.zeros(len(ids), dtype=np.float32),
+            group=number,
+            version=0,
+            reward=None,
+        )
+        for number, ids in enumerate(sequences)
+    ]
