@@ -50,7 +50,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     kv_heads = max(1, spec.kv_heads // rollout.tensor_parallel)
     layers = math.ceil(spec.layers / sizes.pp)
     return Estimate(
-        num_parameters=sum(math.prod(shape) for shape in spec.hf_tensors().values()),
+        num_parameters=spec.num_params,
         trainer_weights=weights,
         trainer_gradients=(dense + expert) * 4,
         trainer_optimizer=dense * optimizer // sizes.dp + expert * optimizer // sizes.edp,

@@ -19,8 +19,8 @@ from torch import Tensor
 from megarl.trainer.attention import PackedSegments, pack_segments
 from megarl.types import MicroBatch
 
-Loss = Callable[[LogprobOut, "DeviceBatch"], tuple[Tensor, Any]]
-"""From log-probabilities and the micro-batch to (scalar loss, what to report)."""
+Loss = Callable[[Tensor, "DeviceBatch"], tuple[Tensor, Any]]
+"""From logits_TV (this rank's vocabulary columns) and the micro-batch to (scalar loss, what to report)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +58,43 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSettings:
-    """What the log-probabilities of a pass depend on besides the weights."""
+class LogprobSettings:
+    """What log-probabilities depend on besides the weights."""
 
     temperature: float
     valid_vocab: int
-    entropy_in_loss: bool
-    device: torch.device
+    """Columns from here on are padding and have no probability."""
+    entropy_in_loss: bool = False
+
+
+def token_logprobs(logits_TV: Tensor, batch: DeviceBatch, settings: LogprobSettings) -> LogprobOut:
+    """Log-probability and entropy of every label over the tensor-parallel vocabulary, fp32 [T]."""
+    return logprob_entropy(
+        logits_TV,
+        batch.labels,
+        temperature=settings.temperature,
+        entropy="grad" if settings.entropy_in_loss else "metric",
+        valid_vocab=settings.valid_vocab,
+        vocab_start=logits_TV.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
 
 
 def run_micro_batches(
     model: torch.nn.Module,
     micro_batches: Sequence[MicroBatch],
     loss: Loss,
-    settings: ForwardSettings,
+    device: torch.device,
     *,
     forward_only: bool,
 ) -> list[Any]:
     """What ``loss`` reports for every micro-batch, in order; on the last pipeline stage only, else empty.
 
-    With ``forward_only`` false the gradients are left summed over micro-batches and data-parallel ranks, unscaled: the loss weights
-    carry every denominator.
+    With ``forward_only`` false the gradients are left summed over micro-batches and data-parallel ranks, unscaled:
+    the loss weights carry every denominator.
     """
-    step = partial(_forward_step, loss=loss, settings=settings)
     reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=step,
+        forward_step_func=partial(_forward_step, loss=loss, device=device),
         data_iterator=iter(micro_batches),
         model=model,
         num_microbatches=len(micro_batches),
@@ -94,9 +106,9 @@ def run_micro_batches(
 
 
 def _forward_step(
-    batches: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Loss, settings: ForwardSettings
+    batches: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Loss, device: torch.device
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
-    batch = DeviceBatch.of(next(batches), settings.device)
+    batch = DeviceBatch.of(next(batches), device)
     output = model(
         input_ids=batch.tokens[None],
         position_ids=batch.positions[None],
@@ -105,16 +117,7 @@ def _forward_step(
     )
 
     def loss_of(logits_1TV: Tensor) -> tuple[Tensor, Tensor, Any]:
-        out = logprob_entropy(
-            logits_1TV[0],
-            batch.labels,
-            temperature=settings.temperature,
-            entropy="grad" if settings.entropy_in_loss else "metric",
-            valid_vocab=settings.valid_vocab,
-            vocab_start=logits_1TV.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )
-        value, report = loss(out, batch)
+        value, report = loss(logits_1TV[0], batch)
         return value, torch.zeros((), dtype=torch.int), report
 
     return output, loss_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from megarl.config import TrainerConfig
 from megarl.data.packing import pack_for_scoring
 from megarl.interfaces import Workers
 from megarl.types import MicroBatch, Sample, TrainBatch, UpdateMetrics
+from megarl.weights.export import KEPT_FILES, create_files, exported_dtype, plan_files
+from megarl.weights.folders import appearing
+from megarl.weights.spec import ModelSpec
+from megarl.weights.transports.shm import StagingArea, content_digest
 
 
 class MegatronTrainer:
@@ -20,6 +25,8 @@ class MegatronTrainer:
     def __init__(self, workers: Workers, config: TrainerConfig) -> None:
         self._workers = workers
         self._config = config
+        self._spec = ModelSpec.from_folder(config.model)
+        self._num_ops = 0
         self.dp_size = config.parallel.dp
 
     async def setup(self) -> list[str]:
@@ -49,6 +56,28 @@ class MegatronTrainer:
         values = mean_of_sums([sums for answer in answers for sums in answer["sums"]])
         values |= {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
         return UpdateMetrics(values, skipped=answers[0]["skipped"])
+
+    async def attach(self, area: StagingArea) -> None:
+        """Connect every rank to the segments that weights go through."""
+        self._num_ops = len(area.plan.ops)
+        await self._call("attach", area)
+
+    async def stage_weights(self, version: int) -> str:
+        """Write every shard to the segments under ``version``; the content digest of what was written."""
+        digests: dict[int, bytes] = {}
+        for written in await self._call("stage", version):
+            digests |= written
+        return content_digest(digests, self._num_ops)
+
+    async def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder, in the number format of the model's config.json."""
+        with appearing(folder) as scratch:
+            plan = plan_files(self._spec.hf_tensors(), exported_dtype(self._config.model))
+            create_files(scratch, plan)
+            await self._call("write_export", scratch, plan)
+            for name in ("config.json", *KEPT_FILES):
+                if (self._config.model / name).is_file():
+                    shutil.copy(self._config.model / name, scratch / name)
 
     async def save(self, folder: Path) -> None:
         """Write model, optimizer, scheduler and RNG state below ``folder``."""

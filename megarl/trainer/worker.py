@@ -25,17 +25,18 @@ from megarl.trainer import cpu
 
 cpu.prepare()  # before Megatron-Core is imported: it decides at import what it may use
 
-from megarl_kernels.logprob import LogprobOut  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from megarl.trainer import checkpoint  # noqa: E402
-from megarl.trainer.forward import DeviceBatch, ForwardSettings, run_micro_batches  # noqa: E402
+from megarl.trainer.forward import DeviceBatch, LogprobSettings, Loss, run_micro_batches, token_logprobs  # noqa: E402
 from megarl.trainer.model import bare, build_model, load_from_hugging_face, parameter_names  # noqa: E402
 from megarl.trainer.optimizer import build_optimizer  # noqa: E402
 from megarl.types import MicroBatch  # noqa: E402
+from megarl.weights.export import FilePlan, owned_tiles, write_tiles  # noqa: E402
 from megarl.weights.megatron_layout import MegatronLayout  # noqa: E402
 from megarl.weights.spec import ModelSpec  # noqa: E402
+from megarl.weights.transports.shm import ShmWriter, StagingArea  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +88,35 @@ class TrainerWorker:
         self, micro_batches: Sequence[MicroBatch], temperature: float | None, reference: bool
     ) -> list[np.ndarray] | None:
         """Log-probability of every label, fp32 [T] per micro-batch; from tp rank 0 of the last stage."""
+        settings = self._logprob_settings(temperature)
 
-        def keep(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, np.ndarray]:
-            return out.logprob.sum(), out.logprob.detach().cpu().numpy()
+        def keep(logits_TV: Tensor, batch: DeviceBatch) -> tuple[Tensor, np.ndarray]:
+            logprobs = token_logprobs(logits_TV, batch, settings).logprob
+            return logprobs.sum(), logprobs.cpu().numpy()
 
         with torch.no_grad(), self._reference_weights() if reference else nullcontext():
-            settings = self._forward_settings(temperature)
-            reports = run_micro_batches(self._model, micro_batches, keep, settings, forward_only=True)
+            reports = run_micro_batches(self._model, micro_batches, keep, self._device, forward_only=True)
         return reports if self._reports() else None
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any] | None:
         """One policy update; summed metrics of this data-parallel rank, from tp rank 0 of the last stage."""
-
-        def loss(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, Any]:
-            return policy_loss(out.logprob, out.entropy, batch, self._settings.algorithm)
-
-        return self._update(micro_batches, loss)
+        return self._update(micro_batches, self._policy_loss)
 
     def supervised_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any] | None:
         """One supervised update; otherwise as ``train_step``."""
+        return self._update(micro_batches, self._supervised_loss)
 
-        def loss(out: LogprobOut, batch: DeviceBatch) -> tuple[Tensor, Any]:
-            return supervised_loss(out.logprob, batch)
+    def _policy_loss(self, logits_TV: Tensor, batch: DeviceBatch) -> tuple[Tensor, Any]:
+        out = token_logprobs(logits_TV, batch, self._logprob_settings())
+        return policy_loss(out.logprob, out.entropy, batch, self._settings.algorithm)
 
-        return self._update(micro_batches, loss)
+    def _supervised_loss(self, logits_TV: Tensor, batch: DeviceBatch) -> tuple[Tensor, Any]:
+        return supervised_loss(token_logprobs(logits_TV, batch, self._logprob_settings(1.0)).logprob, batch)
 
-    def _update(self, micro_batches: Sequence[MicroBatch], loss: Any) -> dict[str, Any] | None:
+    def _update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, Any] | None:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        reports = run_micro_batches(self._model, micro_batches, loss, self._forward_settings(), forward_only=False)
+        reports = run_micro_batches(self._model, micro_batches, loss, self._device, forward_only=False)
         grad_norm, skipped = self._optimizer_step()
         if not self._reports():
             return None
@@ -146,12 +147,11 @@ class TrainerWorker:
             for name, parameter in bare(self._model).named_parameters():
                 parameter.copy_(weights[name])
 
-    def _forward_settings(self, temperature: float | None = None) -> ForwardSettings:
-        return ForwardSettings(
+    def _logprob_settings(self, temperature: float | None = None) -> LogprobSettings:
+        return LogprobSettings(
             temperature=self._settings.temperature if temperature is None else temperature,
             valid_vocab=self._spec.vocab,
             entropy_in_loss=self._settings.algorithm.entropy_coef != 0.0,
-            device=self._device,
         )
 
     def _reports(self) -> bool:
@@ -159,19 +159,24 @@ class TrainerWorker:
             parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
-    # --- gradients for tests of layout equivalence -----------------------------------------------------------------
+    # --- weights out -----------------------------------------------------------------------------------------------
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], loss_name: str = "policy") -> dict[str, np.ndarray]:
-        """This rank's reduced gradients by parameter name, without an update."""
-        self._model.zero_grad_buffer()
-        run_micro_batches(
-            self._model,
-            micro_batches,
-            lambda out, batch: policy_loss(out.logprob, out.entropy, batch, self._settings.algorithm),
-            self._forward_settings(),
-            forward_only=False,
-        )
-        return {name: p.main_grad.cpu().numpy().copy() for name, p in bare(self._model).named_parameters()}
+    def attach(self, area: StagingArea) -> None:
+        """Map the shared-memory segments this rank will write into."""
+        self._writer = ShmWriter(area, self._rank)
+
+    def stage(self, version: int) -> dict[int, bytes]:
+        """Write this rank's share of ``version``; {number of the op in the plan: digest of the live shard}."""
+        return self._writer.write(version, dict(bare(self._model).named_parameters()))
+
+    def write_export(self, folder: Path, plan: FilePlan) -> int:
+        """Fill this rank's share of the files of an export; bytes written."""
+        tiles = owned_tiles(self._spec, self._layout, self._rank, parameter_names())
+        return write_tiles(folder, plan, tiles, dict(bare(self._model).named_parameters()))
+
+    def close(self) -> None:
+        """Forget the model's groups, so that another layout can be set up in this process."""
+        parallel_state.destroy_model_parallel()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,8 @@ def _init_distributed(sizes: ParallelConfig, timeout_s: float, seed: int) -> tor
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,

@@ -1,0 +1,221 @@
+"""Which rank of a Megatron-Core job holds which part of which parameter.
+
+Ranks are ordered tp-cp-ep-dp-pp, tp fastest. Every rank has two coordinates, since experts are laid out on a grid of
+their own over the same ranks, with the same pipeline stages:
+
+    dense   rank = tp  + TP  * (cp + CP * (dp  + DP  * pp))
+    expert  rank = etp + ETP * (ep + EP * (edp + EDP * pp))
+
+Layers are numbered from 0 within a stage. With interleaved pipelines (vpp > 1) a rank holds vpp model chunks, chunk c
+of all of them in execution order sitting on stage ``c % PP``; parameter names then start with ``model{vp}.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarl.weights.families.blocks import EMBEDDING, FINAL_NORM, HEAD
+from megarl.weights.mappings import ParamMap, ShardSpec, relocated
+from megarl.weights.spec import ModelSpec, layer_prefix
+
+Names = Literal["local", "te"]
+"""Parameter names of Megatron-Core's local layer spec with SequentialMLP, or of Transformer Engine's with TEGroupedMLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCoordinate:
+    """Where a rank stands for everything but experts."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCoordinate:
+    """Where a rank stands for experts."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """Parallel sizes of the trainer.
+
+    Raises:
+        ValueError: the sizes do not divide ``world_size``.
+
+    Example: ``MegatronLayout(tp=2, pp=1, ep=2, etp=1, world_size=2)``
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    world_size: int = 1
+    vpp: int = 1
+    cp: int = 1
+    vocab_multiple: int = 1
+    """Megatron's make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp. Its own default, 128,
+    only matters for speed."""
+    first_stage_layers: int | None = None
+    """Layers of the first stage when it differs from the others (num_layers_in_first_pipeline_stage)."""
+    last_stage_layers: int | None = None
+    """The same for the last stage."""
+
+    def __post_init__(self) -> None:
+        for key, size in (("tp * pp * cp", self.tp * self.pp * self.cp), ("etp * ep * pp", self.etp * self.ep * self.pp)):
+            if self.world_size % size:
+                raise ValueError(
+                    f"world_size ({self.world_size}) must be a multiple of {key} ({size}); use {size} or a multiple of it"
+                )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp ({self.vpp}) must be 1 without pipeline parallelism (pp is 1); use vpp 1 or pp >= 2")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense parameters."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def dense(self, rank: int) -> DenseCoordinate:
+        """The dense coordinate of ``rank``."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return DenseCoordinate(tp, cp, dp, pp)
+
+    def expert(self, rank: int) -> ExpertCoordinate:
+        """The expert coordinate of ``rank``."""
+        rest, etp = divmod(rank, self.etp)
+        rest, ep = divmod(rest, self.ep)
+        pp, edp = divmod(rest, self.edp)
+        return ExpertCoordinate(etp, ep, edp, pp)
+
+    def padded_vocab(self, vocab: int) -> int:
+        """Rows of embedding and output head over all tensor-parallel ranks."""
+        step = self.vocab_multiple * self.tp
+        return -(-vocab // step) * step
+
+    def stage_layers(self, layers: int, pp: int, vp: int = 0) -> range:
+        """Global numbers, from 0, of the layers in chunk ``vp`` of stage ``pp`` of a model of ``layers`` layers."""
+        per_stage = self._layers_per_stage(layers)
+        chunks = [count // self.vpp for count in per_stage]
+        start = vp * sum(chunks) + sum(chunks[:pp])
+        return range(start, start + chunks[pp])
+
+    def _layers_per_stage(self, layers: int) -> list[int]:
+        """Layers of every stage, all its chunks together."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        middle_stages = self.pp - (first is not None) - (last is not None)
+        middle_layers = layers - (first or 0) - (last or 0)
+        uneven = middle_layers % middle_stages if middle_stages > 0 else middle_layers
+        if uneven or middle_layers < 0:
+            raise ValueError(
+                f"{layers} layers less first_stage_layers ({first}) and last_stage_layers ({last}) must spread evenly over "
+                f"the other {max(middle_stages, 0)} of pp ({self.pp}) stages; choose a pp that divides, or uneven ends"
+            )
+        middle = [middle_layers // middle_stages] * middle_stages if middle_stages > 0 else []
+        stages = [first] * (first is not None) + middle + [last] * (last is not None)
+        counts = [count for count in stages if count is not None]
+        if any(count % self.vpp for count in counts):
+            raise ValueError(f"layers of every stage {counts} must be a multiple of vpp ({self.vpp}); use a vpp that divides them")
+        return counts
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse sizes that cannot hold ``spec``.
+
+        Raises:
+            ValueError: heads, MLP, experts or layers do not divide.
+        """
+        self._layers_per_stage(spec.layers)
+        rules = [
+            ("heads", spec.heads, "tp", self.tp),
+            ("ffn", 0 if spec.experts else spec.ffn, "tp", self.tp),
+            ("experts", spec.experts, "ep", self.ep),
+            ("expert ffn", spec.expert_ffn, "etp", self.etp),
+        ]
+        for name, size, key, ways in rules:
+            if size % ways:
+                raise ValueError(f"{name} ({size}) of the model must be a multiple of {key} ({ways}); lower {key}")
+        if spec.kv_heads % self.tp and self.tp % spec.kv_heads:
+            raise ValueError(
+                f"tp ({self.tp}) must divide the number of key/value heads ({spec.kv_heads}) or be a multiple of it; "
+                f"use tp {spec.kv_heads}"
+            )
+        if not spec.experts and (self.ep > 1 or self.etp not in (1, self.tp)):
+            raise ValueError(f"ep ({self.ep}) and etp ({self.etp}) must be 1 for a {spec.family} model: it has no experts; use 1")
+
+
+def megatron_params(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names = "local") -> dict[str, ShardSpec]:
+    """Every parameter of ``rank``, by its name in Megatron-Core 0.16.1's GPTModel, and what it is made of.
+
+    Raises:
+        ValueError: ``layout`` cannot hold ``spec``.
+    """
+    layout.check(spec)
+    assert 0 <= rank < layout.world_size, f"rank {rank} of {layout.world_size}"
+    params: dict[str, ShardSpec] = {}
+    for vp in range(layout.vpp):
+        prefix = f"model{vp}." if layout.vpp > 1 else ""
+        params.update((prefix + name, shard) for name, shard in _chunk(spec, layout, rank, vp, names))
+    return params
+
+
+def _chunk(spec: ModelSpec, layout: MegatronLayout, rank: int, vp: int, names: Names) -> Iterator[tuple[str, ShardSpec]]:
+    """Chunk ``vp`` of ``rank``: embedding on the first, layers, final norm and output head on the last."""
+    at = layout.dense(rank)
+    sizes = spec.sizes(layout.padded_vocab(spec.vocab))
+    is_first, is_last = (at.pp, vp) == (0, 0), (at.pp, vp) == (layout.pp - 1, layout.vpp - 1)
+    if is_first:
+        yield EMBEDDING.megatron, EMBEDDING.op.shard(sizes, layout.tp, at.tp)
+    for local, layer in enumerate(layout.stage_layers(spec.layers, at.pp, vp)):
+        for param in spec.params:
+            for name, shard in _layer_param(param, sizes, spec.experts, layout, rank, layer_prefix(layer)):
+                yield f"decoder.layers.{local}.{_in_spec(name, names, spec)}", shard
+    if is_last:
+        yield FINAL_NORM.megatron, FINAL_NORM.op.shard(sizes, layout.tp, at.tp)
+    if is_last and not spec.tied:
+        yield HEAD.megatron, HEAD.op.shard(sizes, layout.tp, at.tp)
+    if is_last and spec.tied and not is_first:
+        yield HEAD.megatron, replace(EMBEDDING.op.shard(sizes, layout.tp, at.tp), is_copy=True)
+
+
+def _layer_param(
+    param: ParamMap, sizes: dict[str, int], experts: int, layout: MegatronLayout, rank: int, hf_prefix: str
+) -> Iterator[tuple[str, ShardSpec]]:
+    """The parameter of ``rank`` that ``param`` describes, or one for every expert the rank owns."""
+    if not param.per_expert:
+        yield param.megatron, relocated(param.op.shard(sizes, layout.tp, layout.dense(rank).tp), hf_prefix)
+        return
+    at, count = layout.expert(rank), experts // layout.ep
+    shard = param.op.shard(sizes, layout.etp, at.etp)
+    for local in range(count):
+        yield param.megatron.replace("{expert}", str(local)), relocated(shard, hf_prefix, at.ep * count + local)
+
+
+def _in_spec(local_name: str, names: Names, spec: ModelSpec) -> str:
+    """``local_name`` as the layer spec ``names`` calls it.
+
+    Transformer Engine fuses a norm into the linear layer after it and keeps an expert's number at the end of the name.
+    """
+    if names == "local":
+        return local_name
+    if local_name == "input_layernorm.weight":
+        return "self_attention.linear_qkv.layer_norm_weight"
+    if local_name == "pre_mlp_layernorm.weight" and not spec.experts:
+        return "mlp.linear_fc1.layer_norm_weight"
+    if local_name.startswith("mlp.experts.local_experts."):
+        expert, linear = local_name.removeprefix("mlp.experts.local_experts.").split(".", 1)
+        return f"mlp.experts.{linear}{expert}"
+    return local_name
