@@ -68,7 +68,7 @@ venv=$(realpath -m "${VENV:-$default_venv}")
 lock=ci/lock-py${version/./}.txt
 stamp=$venv/megarl-setup
 base="Python $version in $venv"
-wanted=$(printf '%s\n' "$base" && sha256sum "$lock" setup.py)
+wanted=$(printf '%s\n' "$base" "megarl from $PWD" && sha256sum "$lock" setup.py)
 
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "$venv is ready (Python $version, $lock)"

@@ -21,7 +21,7 @@ from megarl.config import TrainerConfig
 from megarl.precision import RECIPES
 from megarl.trainer.attention import PackedAttention
 from megarl.trainer.norm import RMSNorm
-from megarl.weights.hf_files import read_shard
+from megarl.weights.hf_files import ShardReader
 from megarl.weights.megatron_layout import MegatronLayout, Names, megatron_params
 from megarl.weights.spec import ModelSpec
 
@@ -57,6 +57,7 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         expert_tensor_parallel_size=sizes.etp,
         sequence_parallel=sizes.tp > 1,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=recipe.bf16,
@@ -86,7 +87,6 @@ def _moe_settings(spec: ModelSpec, trainer: TrainerConfig, gpu: bool) -> dict[st
         "moe_router_load_balancing_type": "aux_loss" if trainer.moe_aux_loss_coef else "none",
         "moe_aux_loss_coeff": trainer.moe_aux_loss_coef,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": gpu,
         "moe_permute_fusion": gpu,
     }
@@ -166,10 +166,10 @@ def load_from_hugging_face(model: torch.nn.Module, folder: Path, spec: ModelSpec
             f"only in the layout {sorted(shards.keys() - parameters.keys())[:5]}, "
             f"only in the model {sorted(parameters.keys() - shards.keys())[:5]}"
         )
-    with torch.no_grad():
+    with torch.no_grad(), ShardReader(folder) as reader:
         for name, parameter in parameters.items():
             if tuple(parameter.shape) != tuple(shards[name].shape):
                 raise RuntimeError(
                     f"rank {rank}: {name} has shape {tuple(parameter.shape)}, the layout says {tuple(shards[name].shape)}"
                 )
-            parameter.copy_(read_shard(folder, shards[name], parameter.dtype))
+            parameter.copy_(reader.read(shards[name], parameter.dtype))

@@ -7,6 +7,7 @@ a rank are stacked in one parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,17 +57,18 @@ class EngineLayout:
         for name, size in rules:
             if size % self.tp:
                 raise ValueError(
-                    f"{name} ({size}) of the model must be a multiple of the engine's tensor_parallel ({self.tp}); lower it"
+                    f"{name} ({size}) of the model must be a multiple of the engine's tensor_parallel ({self.tp}); "
+                    f"use {math.gcd(size, self.tp)}"
                 )
         if spec.kv_heads % self.tp and self.tp % spec.kv_heads:
             raise ValueError(
-                f"the engine's tensor_parallel ({self.tp}) must divide the number of key/value heads ({spec.kv_heads}) or be "
-                f"a multiple of it; use {spec.kv_heads}"
+                f"the engine's tensor_parallel ({self.tp}) must divide the number of key/value heads ({spec.kv_heads}) "
+                f"or be a multiple of it; use {math.gcd(spec.kv_heads, self.tp)}"
             )
         if self.expert_parallel and spec.experts < self.tp:
             raise ValueError(
-                f"expert_parallel must be off for a model of {spec.experts} experts on {self.tp} ranks: some would hold none; "
-                "turn it off"
+                f"expert_parallel must be off for a model of {spec.experts} experts on {self.tp} ranks: "
+                "some would hold none; turn it off"
             )
 
 
@@ -99,7 +101,7 @@ def _layer_param(param: ParamMap, sizes: Sizes, layout: EngineLayout, rank: int,
 
 
 def _blocked_qkv(op: QKV, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-    """The rank's query heads above its key heads above its value heads; heads are repeated when ranks outnumber them."""
+    """The rank's query heads above its key heads above its value heads. Ranks that outnumber these share them."""
     shape = op.q.shape(sizes)
     cols = view_2d(shape).col1
     query_rows = exact_share(sizes["q"], ways)
@@ -117,8 +119,9 @@ def _blocked_qkv(op: QKV, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
 def _stacked(one: ShardSpec, experts: Sequence[int], prefix: str) -> ShardSpec:
     """The shard [len(experts), rows, cols] of ``one`` for every expert."""
     rows, cols = one.shape
-    tiles: list[Tile] = []
-    for place, expert in enumerate(experts):
-        for tile in relocated(one, prefix, expert).tiles:
-            tiles.append(Tile(tile.rect.shift(place * rows, 0), tile.hf_name, tile.hf_rect))
-    return ShardSpec((len(experts), rows, cols), tuple(tiles))
+    tiles = tuple(
+        Tile(tile.rect.shift(place * rows, 0), tile.hf_name, tile.hf_rect)
+        for place, expert in enumerate(experts)
+        for tile in relocated(one, prefix, expert).tiles
+    )
+    return ShardSpec((len(experts), rows, cols), tiles)

@@ -90,7 +90,7 @@ class ShardSpec:
     zeros: tuple[Rect, ...] = ()
     """Padding rows of the vocabulary: zero in an import and in an engine, never read by a sync."""
     is_copy: bool = False
-    """True for a copy that Megatron keeps equal to another rank's parameter: filled by an import, never read by a sync."""
+    """True for a copy that Megatron keeps equal to another rank's parameter: imports fill it, a sync never reads it."""
 
 
 @dataclass(frozen=True, slots=True)

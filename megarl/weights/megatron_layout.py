@@ -12,6 +12,7 @@ of all of them in execution order sitting on stage ``c % PP``; parameter names t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,7 +22,7 @@ from megarl.weights.mappings import ParamMap, ShardSpec, relocated
 from megarl.weights.spec import ModelSpec, layer_prefix
 
 Names = Literal["local", "te"]
-"""Parameter names of Megatron-Core's local layer spec with SequentialMLP, or of Transformer Engine's with TEGroupedMLP."""
+"""Parameter names of Megatron-Core's local layer spec with SequentialMLP, or Transformer Engine's with TEGroupedMLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,25 @@ class MegatronLayout:
     vpp: int = 1
     cp: int = 1
     vocab_multiple: int = 1
-    """Megatron's make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp. Its own default, 128,
-    only matters for speed."""
+    """Megatron's make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp. Megatron's
+    default is 128, for speed; 1 pads no more than the cut needs."""
     first_stage_layers: int | None = None
     """Layers of the first stage when it differs from the others (num_layers_in_first_pipeline_stage)."""
     last_stage_layers: int | None = None
     """The same for the last stage."""
 
     def __post_init__(self) -> None:
-        for key, size in (("tp * pp * cp", self.tp * self.pp * self.cp), ("etp * ep * pp", self.etp * self.ep * self.pp)):
+        for key, size in (
+            ("tp * pp * cp", self.tp * self.pp * self.cp),
+            ("etp * ep * pp", self.etp * self.ep * self.pp),
+        ):
             if self.world_size % size:
                 raise ValueError(
-                    f"world_size ({self.world_size}) must be a multiple of {key} ({size}); use {size} or a multiple of it"
+                    f"world_size ({self.world_size}) must be a multiple of {key} ({size}); use a multiple of {size}"
                 )
+        ends = (self.first_stage_layers, self.last_stage_layers)
+        if self.pp == 1 and ends != (None, None):
+            raise ValueError(f"first_stage_layers and last_stage_layers {ends} must be None when pp is 1; use pp >= 2")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp ({self.vpp}) must be 1 without pipeline parallelism (pp is 1); use vpp 1 or pp >= 2")
 
@@ -122,14 +129,16 @@ class MegatronLayout:
         uneven = middle_layers % middle_stages if middle_stages > 0 else middle_layers
         if uneven or middle_layers < 0:
             raise ValueError(
-                f"{layers} layers less first_stage_layers ({first}) and last_stage_layers ({last}) must spread evenly over "
-                f"the other {max(middle_stages, 0)} of pp ({self.pp}) stages; choose a pp that divides, or uneven ends"
+                f"{layers} layers less first_stage_layers ({first}) and last_stage_layers ({last}) must spread evenly "
+                f"over the other {middle_stages} of pp ({self.pp}) stages; use a pp that divides, or uneven ends"
             )
         middle = [middle_layers // middle_stages] * middle_stages if middle_stages > 0 else []
         stages = [first] * (first is not None) + middle + [last] * (last is not None)
         counts = [count for count in stages if count is not None]
         if any(count % self.vpp for count in counts):
-            raise ValueError(f"layers of every stage {counts} must be a multiple of vpp ({self.vpp}); use a vpp that divides them")
+            raise ValueError(
+                f"layers of every stage {counts} must be a multiple of vpp ({self.vpp}); use a vpp that divides them"
+            )
         return counts
 
     def check(self, spec: ModelSpec) -> None:
@@ -147,14 +156,18 @@ class MegatronLayout:
         ]
         for name, size, key, ways in rules:
             if size % ways:
-                raise ValueError(f"{name} ({size}) of the model must be a multiple of {key} ({ways}); lower {key}")
+                raise ValueError(
+                    f"{name} ({size}) of the model must be a multiple of {key} ({ways}); use {math.gcd(size, ways)}"
+                )
         if spec.kv_heads % self.tp and self.tp % spec.kv_heads:
             raise ValueError(
                 f"tp ({self.tp}) must divide the number of key/value heads ({spec.kv_heads}) or be a multiple of it; "
-                f"use tp {spec.kv_heads}"
+                f"use tp {math.gcd(spec.kv_heads, self.tp)}"
             )
         if not spec.experts and (self.ep > 1 or self.etp not in (1, self.tp)):
-            raise ValueError(f"ep ({self.ep}) and etp ({self.etp}) must be 1 for a {spec.family} model: it has no experts; use 1")
+            raise ValueError(
+                f"ep ({self.ep}) and etp ({self.etp}) must be 1 for a {spec.family} model: it has no experts; use 1"
+            )
 
 
 def megatron_params(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names = "local") -> dict[str, ShardSpec]:
@@ -172,7 +185,9 @@ def megatron_params(spec: ModelSpec, layout: MegatronLayout, rank: int, names: N
     return params
 
 
-def _chunk(spec: ModelSpec, layout: MegatronLayout, rank: int, vp: int, names: Names) -> Iterator[tuple[str, ShardSpec]]:
+def _chunk(
+    spec: ModelSpec, layout: MegatronLayout, rank: int, vp: int, names: Names
+) -> Iterator[tuple[str, ShardSpec]]:
     """Chunk ``vp`` of ``rank``: embedding on the first, layers, final norm and output head on the last."""
     at = layout.dense(rank)
     sizes = spec.sizes(layout.padded_vocab(spec.vocab))

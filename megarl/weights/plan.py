@@ -21,6 +21,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megarl.weights.engine_layout import EngineLayout, engine_params
 from megarl.weights.mappings import Rect, Shape, ShardSpec, Tile, view_2d
@@ -60,7 +61,7 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything one weight sync does, for every rank of one engine. Rectangles are in 2-D views (``mappings.view_2d``)."""
+    """Everything one weight sync does, for every rank of one engine; rectangles are of 2-D views (``view_2d``)."""
 
     ops: tuple[Op, ...]
     """By engine rank, then in the engine's parameter order."""
@@ -168,7 +169,8 @@ def _ops_for(dst_rank: int, dst_param: str, tile: Tile, holders: Holders, load: 
 def _prove_destinations(ops: Iterable[Op], zeros: Iterable[Zero], shapes: Sequence[Mapping[str, Shape]]) -> None:
     """Every element of every engine shard is written exactly once."""
     written: dict[tuple[int, str], list[Rect]] = defaultdict(list)
-    for write in (*ops, *zeros):
+    writes: Iterable[Op | Zero] = chain(ops, zeros)
+    for write in writes:
         written[write.dst_rank, write.dst_param].append(write.dst_rect)
     for rank, params in enumerate(shapes):
         for param, shape in params.items():

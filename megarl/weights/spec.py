@@ -67,7 +67,9 @@ class ModelSpec:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} must be JSON ({error}); copy the model folder again") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}; copy the model folder again")
+            raise ValueError(
+                f"{path} must hold a JSON object, not {type(config).__name__}; copy the model folder again"
+            )
         return cls.from_hf(config)
 
     @classmethod
@@ -150,7 +152,7 @@ class ModelSpec:
                 "take the config.json that belongs to the weights"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embeddings turn pairs; use an even head_dim")
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embeddings turn pairs; use an even one")
         if self.top_k > self.experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.top_k}) must not exceed the number of experts ({self.experts}); lower it"
@@ -165,7 +167,9 @@ def layer_prefix(layer: int) -> str:
 def _family(config: Config) -> Family:
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise ValueError(f"model_type ({name!r}) must be one of {', '.join(FAMILIES)}; other families need a file in weights/families")
+        raise ValueError(
+            f"model_type ({name!r}) must be one of {', '.join(FAMILIES)}; write a file in weights/families for another"
+        )
     return FAMILIES[name]
 
 
@@ -174,7 +178,9 @@ def _size(config: Config, key: str, *, default: int | None = None) -> int:
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} ({value!r}) in config.json must be an integer >= 1; take the config.json of the weights")
+        raise ValueError(
+            f"{key} ({value!r}) in config.json must be an integer >= 1; take the config.json of the weights"
+        )
     return value
 
 
@@ -211,7 +217,7 @@ def _refuse_unsupported(config: Config, family: Family) -> None:
         (bool(config.get("mlp_bias")), "mlp_bias", True, "false"),
         (bool(config.get("mlp_only_layers")), "mlp_only_layers", config.get("mlp_only_layers"), "empty"),
         (config.get("decoder_sparse_step", 1) != 1, "decoder_sparse_step", config.get("decoder_sparse_step"), "1"),
-        (bool(config.get("quantization_config")), "quantization_config", "present", "absent: dequantise the weights first"),
+        (bool(config.get("quantization_config")), "quantization_config", "present", "absent: dequantise it first"),
     ]
     for refused, key, value, allowed in rules:
         if refused:

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+TOOLS = ("bash", "cat", "cp", "dirname", "find", "grep", "head", "ls", "mkdir", "realpath", "rm", "sha256sum")
 PYTHON = """#!/bin/bash
 if [ "$1" = -c ]; then echo {version}; exit; fi
 if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >>"$LOG"; exit; fi
@@ -39,7 +40,7 @@ class Checkout:
         tools = self.folder / "tools"
         if not tools.exists():
             tools.mkdir()
-            for tool in "bash cat cp dirname find grep head ls mkdir realpath rm sha256sum".split():
+            for tool in TOOLS:
                 (tools / tool).symlink_to(shutil.which(tool) or tool)
         environment = {"PATH": f"{self.folder / 'bin'}:{tools}", "LOG": str(self.log), "BREAK": "", **variables}
         return subprocess.run(

@@ -48,9 +48,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(folder)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "config"), [(0, "configs/moe_grpo_cpu.yaml"), (8, "configs/qwen3_30b_a3b_grpo.yaml")]
-)
+@pytest.mark.parametrize(("gpus", "config"), [(0, "configs/moe_grpo_cpu.yaml"), (8, "configs/qwen3_30b_a3b_grpo.yaml")])
 def test_the_default_config_follows_the_gpus_and_is_named(checkout: Checkout, gpus: int, config: str) -> None:
     result = checkout.run("max_steps=2", gpus=gpus)
     assert result.returncode == 0
@@ -74,7 +72,9 @@ def test_a_config_beside_the_caller_is_found_from_any_folder(checkout: Checkout,
 
 def test_a_missing_environment_is_set_up_first(checkout: Checkout) -> None:
     (checkout.folder / ".venv" / "bin" / "megarl").unlink()
-    checkout.write("ci/setup.sh", "echo '#!/bin/bash' >.venv/bin/megarl; chmod +x .venv/bin/megarl; echo \"set up $VENV\"")
+    checkout.write(
+        "ci/setup.sh", "echo '#!/bin/bash' >.venv/bin/megarl; chmod +x .venv/bin/megarl; echo \"set up $VENV\""
+    )
     result = checkout.run()
     assert result.returncode == 0
     assert "set up .venv" in result.stdout

@@ -11,7 +11,9 @@ EMBEDDING = ParamMap(
     "model.embed_tokens.weight",
     Vocab(Tensor("model.embed_tokens.weight", "vocab", "hidden")),
 )
-FINAL_NORM = ParamMap("decoder.final_layernorm.weight", "model.norm.weight", Whole(Tensor("model.norm.weight", "hidden")))
+FINAL_NORM = ParamMap(
+    "decoder.final_layernorm.weight", "model.norm.weight", Whole(Tensor("model.norm.weight", "hidden"))
+)
 HEAD = ParamMap("output_layer.weight", "lm_head.weight", Vocab(Tensor("lm_head.weight", "vocab", "hidden")))
 
 
