@@ -35,8 +35,8 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
     spec = _model(config)
     _check_trainer_sizes(config, spec)
     _check_engine_sizes(config, spec)
-    _refused(lambda: make_task(config.data, config.seed))
-    _refused(lambda: make_rewards(config.rewards, config.data))
+    task = _refused(lambda: make_task(config.data, config.seed))
+    _refused(lambda: make_rewards(config.rewards, task))
     if weights:
         _check_precision(config)
         _refused(lambda: check_folder(config.trainer.model, spec))

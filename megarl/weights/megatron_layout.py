@@ -123,18 +123,16 @@ class MegatronLayout:
 
     def _layers_per_stage(self, layers: int) -> list[int]:
         """Layers of every stage, all its chunks together."""
-        first, last = self.first_stage_layers, self.last_stage_layers
-        middle_stages = self.pp - (first is not None) - (last is not None)
-        middle_layers = layers - (first or 0) - (last or 0)
-        uneven = middle_layers % middle_stages if middle_stages > 0 else middle_layers
-        if uneven or middle_layers < 0:
+        first = [] if self.first_stage_layers is None else [self.first_stage_layers]
+        last = [] if self.last_stage_layers is None else [self.last_stage_layers]
+        stages = self.pp - len(first) - len(last)
+        left = layers - sum(first) - sum(last)
+        if left < 0 or (left % stages if stages else left):
             raise ValueError(
-                f"{layers} layers less first_stage_layers ({first}) and last_stage_layers ({last}) must spread evenly "
-                f"over the other {middle_stages} of pp ({self.pp}) stages; use a pp that divides, or uneven ends"
+                f"{left} of {layers} layers, without those of a first or last stage with an own number {first + last}, "
+                f"must spread evenly over {stages} of pp ({self.pp}) stages; use another pp or set first_stage_layers"
             )
-        middle = [middle_layers // middle_stages] * middle_stages if middle_stages > 0 else []
-        stages = [first] * (first is not None) + middle + [last] * (last is not None)
-        counts = [count for count in stages if count is not None]
+        counts = first + [left // stages for _ in range(stages)] + last
         if any(count % self.vpp for count in counts):
             raise ValueError(
                 f"layers of every stage {counts} must be a multiple of vpp ({self.vpp}); use a vpp that divides them"

@@ -180,7 +180,7 @@ def _prove_destinations(ops: Iterable[Op], zeros: Iterable[Zero], shapes: Sequen
 
 
 def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders) -> None:
-    """Reads lie inside trainer shards and what they hold of the tensor they name; all of every held tile is read."""
+    """Reads lie inside trainer shards, in a tile of the tensor they name; every element the trainer holds is read."""
     tile_of: dict[tuple[int, str, str], list[Tile]] = defaultdict(list)
     for rank, params in enumerate(sources):
         for param, shard in params.items():
@@ -189,7 +189,8 @@ def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders) -> None
     read: dict[str, set[Rect]] = defaultdict(set)
     for op in ops:
         tiles = tile_of[op.src_rank, op.src_param, op.hf_name]
-        assert any(_reads(op, tile) for tile in tiles), f"{op} reads what its source does not hold"
+        inside = op.src_rect.within(view_2d(sources[op.src_rank][op.src_param].shape))
+        assert inside and any(_reads(op, tile) for tile in tiles), f"{op} reads what its source does not hold"
         read[op.hf_name].add(op.hf_rect)
     for name, tiles_of_name in holders.items():
         area = cover_area(tiles_of_name, f"trainer tiles of {name}")

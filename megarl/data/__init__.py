@@ -1,0 +1,1 @@
+"""From problems to packed batches of token ids."""

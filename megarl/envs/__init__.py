@@ -1,0 +1,1 @@
+"""Environments: how prompts become trajectories."""

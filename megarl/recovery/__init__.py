@@ -1,0 +1,1 @@
+"""What a run does when something broke: checkpoints to go on from, and errors that say what to do."""

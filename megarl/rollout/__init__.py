@@ -1,0 +1,1 @@
+"""Rollouts: prompts through engines to scored groups."""

@@ -1,0 +1,39 @@
+"""Held-out accuracy, on problems that training never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config import EvalConfig
+from megarl.data.prompts import Task
+from megarl.interfaces import Env, Tracker
+from megarl.types import EvalReport, TrajectoryGroup
+
+
+class HeldOutEvaluator:
+    """An ``Evaluator``: one answer to every held-out problem, at the first step, the last, and every so many between."""
+
+    def __init__(self, task: Task, env: Env, config: EvalConfig, *, max_steps: int, tracker: Tracker) -> None:
+        self._task, self._env, self._config = task, env, config
+        self._max_steps, self._tracker = max_steps, tracker
+
+    async def maybe_run(self, step: int) -> EvalReport | None:
+        """Evaluate when the schedule says so."""
+        if step % self._config.every and step != self._max_steps:
+            return None
+        return await self.run(step)
+
+    async def run(self, step: int) -> EvalReport:
+        """Evaluate now and log it."""
+        groups = await self._env.run(self._task.heldout(), step=step, group_size=1)
+        report = self._report(step, groups)
+        self._tracker.log(
+            {"eval/accuracy": report.accuracy, "eval/completion_tokens_mean": report.mean_completion_tokens}, step=step
+        )
+        return report
+
+    def _report(self, step: int, groups: Sequence[TrajectoryGroup]) -> EvalReport:
+        answers = [trajectory for group in groups for trajectory in group.trajectories]
+        right = sum(self._task.verify(t.prompt, t.text) >= 1.0 for t in answers if t.status != "invalid")
+        tokens = sum(len(turn.completion_ids) for t in answers for turn in t.turns)
+        return EvalReport(step, right / len(answers), len(answers), tokens / len(answers))
