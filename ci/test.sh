@@ -10,10 +10,10 @@ source ci/setup.sh
 failed=()
 check() {
     printf '\n== %s\n' "$1"
-    "$venv/bin/$1" "${@:2}" || failed+=("$1 ${2:-}")
+    "$venv/bin/$1" "${@:2}" || failed+=("${*:1:2}")
 }
 
-check ruff check .
+check ruff check --output-format concise .
 check ruff format --check .
 check mypy
 check lint-imports

@@ -83,7 +83,9 @@ def logprob_entropy(
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     temperature_T = temperature.to(device=logits.device, dtype=dtype).expand(labels.shape)
     columns = _Columns(vocab_start, valid_vocab, ignore_index, chunk_rows or _default_rows(logits.shape[1]))
-    logprob, entropy_T, lse = _LogprobEntropy.apply(logits, labels, temperature_T, columns, tp_group, entropy)
+    logprob, entropy_T, lse = _LogprobEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, temperature_T, columns, tp_group, entropy
+    )
     return LogprobOut(logprob, None if entropy == "none" else entropy_T, lse)
 
 

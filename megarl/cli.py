@@ -87,6 +87,25 @@ def sft(config: Path, overrides: tuple[str, ...]) -> None:
     click.echo(_run(lambda: run_sft(_checked(config, overrides))))
 
 
+@main.command()
+@_CONFIG
+@click.argument("output", type=click.Path(path_type=Path))
+@_OVERRIDES
+def init(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
+    """Make a small random Qwen3-MoE, with a tokenizer for the task of CONFIG, in the folder OUTPUT."""
+    from megarl.data.prompts import make_task
+    from megarl.policies.tiny import make_tiny_policy
+
+    loaded = load(config, list(overrides))
+
+    def make() -> None:
+        task = make_task(loaded.data, loaded.seed)
+        texts = [message["content"] for number in range(2000) for message in task.train(number).messages]
+        make_tiny_policy(output, texts, seed=loaded.seed)
+
+    _asked(make)
+
+
 @main.command(name="eval")
 @_CONFIG
 @_OVERRIDES
@@ -159,3 +178,7 @@ def _asked(action: Callable[[], Any]) -> None:
         action()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from megarl.config import RunConfig
 from megarl.precision import RECIPES
 from megarl.weights.engine_layout import EngineLayout, engine_params
 from megarl.weights.megatron_layout import MegatronLayout, megatron_params
+from megarl.trainer.settings import layout_of
 from megarl.weights.spec import ModelSpec
 
 GIB = 2**30
@@ -37,7 +38,7 @@ class Estimate:
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Memory of one run. Activations are an upper estimate: everything of one micro-batch is kept."""
     sizes, rollout = config.trainer.parallel, config.rollout
-    layout = MegatronLayout(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, world_size=sizes.world_size)
+    layout = layout_of(sizes)
     bf16 = RECIPES[config.trainer.precision.recipe].bf16
     stages = range(0, sizes.world_size, max(1, sizes.world_size // sizes.pp))
     counts = [_rank_counts(spec, layout, rank) for rank in stages]

@@ -191,7 +191,10 @@ class Recovery(Protocol):
 class Tracker(Protocol):
     """Records a run. A tracking problem is a warning, never the end of a run."""
 
-    run_id: str
+    @property
+    def run_id(self) -> str:
+        """The tracker's own name of this run, which a resumed run is given; empty while there is none."""
+        ...
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         """Record metrics of one step."""

@@ -1,1 +1,1 @@
-"""How rewards become a loss: advantages (numpy-free Python), losses (torch), and the algorithm that joins them."""
+"""How rewards become a loss: advantages (plain Python), losses (torch), and the algorithm that joins them."""

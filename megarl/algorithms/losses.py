@@ -12,13 +12,12 @@ and a weight of 0 marks a plain sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.config import AlgorithmConfig, KlConfig
+from megarl.config import AlgorithmConfig
 
 Sums = dict[str, tuple[float, float]]
 
@@ -69,7 +68,7 @@ def policy_loss(
     importance = truncated_importance(old, rollout, config.importance_cap)
     token_loss = importance * clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
     sums = _policy_metrics(mask, new.detach(), old, rollout, advantages, importance, config)
-    if config.kl.coef:
+    if config.kl.coef and mask.any():  # a micro-batch of padding was never scored
         assert batch.ref_logprobs is not None, "algorithm.kl.coef > 0 needs ref_logprobs; prepare() scores them"
         kl = kl_penalty(new, _select(mask, batch.ref_logprobs), ratio, config.kl.estimator)
         token_loss = token_loss + config.kl.coef * importance * kl

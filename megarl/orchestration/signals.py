@@ -18,7 +18,7 @@ GRACE_S = 8.0
 
 
 def run_until_signal(coroutine: Coroutine[Any, Any, T], *, grace_s: float = GRACE_S) -> T:
-    """Run ``coroutine`` in an event loop of its own. The first SIGINT or SIGTERM cancels it, the second ends the process.
+    """Run ``coroutine`` in an event loop of its own. A first SIGINT or SIGTERM cancels it, a second ends the process.
 
     After the first signal the process also ends when ``grace_s`` seconds are over. Ending means at once, with status
     128 + signal and without clean-up; the processes Ray started die with this one. Call it from the main thread.

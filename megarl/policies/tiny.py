@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_VOCAB = 512
+_VOCAB = 320
 _STD = 0.05
 """Of the random weights; larger than a big model's, since there are few layers and little time."""
 

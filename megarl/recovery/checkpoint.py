@@ -1,8 +1,8 @@
 """Checkpoints of a whole run: each appears by one rename, or not at all.
 
-    <folder>/step-000020/loop_state.json     the loop's position and the tracker's run id
-    <folder>/step-000020/trainer/...         what the trainer saved
-    <folder>/.step-000040.tmp-...            unfinished, or on its way out; removed by the next ``restore``
+<folder>/step-000020/loop_state.json     the loop's position and the tracker's run id
+<folder>/step-000020/trainer/...         what the trainer saved
+<folder>/.step-000040.tmp-...            unfinished, or on its way out; removed by the next ``restore``
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from megarl.interfaces import PolicyTrainer
 from megarl.types import LoopState
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _STATE_FILE = "loop_state.json"
 _TRAINER_FOLDER = "trainer"
@@ -58,8 +58,13 @@ class Checkpoints:
         except Exception as error:
             error.add_note(f"This happened while loading the checkpoint {newest}. {_way_out(newest)}")
             raise
-        log.info("continuing after step %d from %s", state.step, newest)
+        _log.info("continuing after step %d from %s", state.step, newest)
         return state
+
+    def newest_state(self) -> LoopState:
+        """The loop state of the newest committed checkpoint, or a fresh one; nothing is loaded."""
+        committed = self.committed()
+        return _read_state(committed[-1]) if committed else LoopState()
 
     async def maybe_save(self, trainer: PolicyTrainer, state: LoopState) -> None:
         """Commit a checkpoint when the schedule says so, then remove the oldest ones."""

@@ -11,15 +11,27 @@ class WorkerFailed(RuntimeError):
     Example: ``WorkerFailed("trainer", 1, "train_step", "ValueError: loss is nan", Path("logs/trainer-1.log"), ())``
     """
 
-    def __init__(self, name: str, rank: int, method: str, cause: str, log: Path, log_lines: tuple[str, ...]) -> None:
-        super().__init__(name, rank, method, cause, log, log_lines)
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        method: str,
+        cause: str,
+        log: Path,
+        log_lines: tuple[str, ...],
+        died: bool = False,
+    ) -> None:
+        super().__init__(name, rank, method, cause, log, log_lines, died)
         self.name, self.rank, self.method = name, rank, method
         self.cause = cause
         """``Type: text`` of the rank's own error, or how its process ended. One line."""
         self.log, self.log_lines = log, log_lines
+        self.died = died
+        """The process is gone: not an error of Python but a signal, a crash, or too little memory."""
 
     def __str__(self) -> str:
-        return f"{self.name} rank {self.rank} failed in {self.method}: {self.cause}"
+        what = "died" if self.died else "failed"
+        return f"{self.name} rank {self.rank} {what} in {self.method}: {self.cause}"
 
 
 def describe(error: BaseException) -> str:

@@ -37,6 +37,9 @@ ENVIRONMENT = {
 }
 """What vLLM reads when it is imported; values set outside win."""
 
+_BATCHED_TOKENS = 8192
+"""Tokens of one engine step; more prompts wait for the next."""
+
 NO_VERSION = -1
 """The version of an engine that was never given weights."""
 
@@ -266,6 +269,8 @@ def _start_engine(config: RolloutConfig, model: Path, tp_rank: int, endpoint: st
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) // config.tensor_parallel,
         enable_prefix_caching=True,
+        enable_chunked_prefill=False,  # a seeded request cut in two would rewind its generator: CPU generators cannot
+        max_num_batched_tokens=max(config.max_model_len, _BATCHED_TOKENS),
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
     )

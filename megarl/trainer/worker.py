@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import policy_loss, supervised_loss
-from megarl.config import AlgorithmConfig, ParallelConfig, TrainerConfig
+from megarl.config import ParallelConfig
 from megarl.precision import RECIPES
 from megarl.trainer import cpu
+from megarl.trainer.settings import WorkerSettings, layout_of
 
 cpu.prepare()  # before Megatron-Core is imported: it decides at import what it may use
 
@@ -34,25 +34,8 @@ from megarl.trainer.model import bare, build_model, load_from_hugging_face, para
 from megarl.trainer.optimizer import build_optimizer  # noqa: E402
 from megarl.types import MicroBatch  # noqa: E402
 from megarl.weights.export import FilePlan, owned_tiles, write_tiles  # noqa: E402
-from megarl.weights.megatron_layout import MegatronLayout  # noqa: E402
 from megarl.weights.spec import ModelSpec  # noqa: E402
 from megarl.weights.transports.shm import ShmWriter, StagingArea  # noqa: E402
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """All a trainer rank needs to know."""
-
-    trainer: TrainerConfig
-    algorithm: AlgorithmConfig
-    temperature: float
-    seed: int
-    max_steps: int
-
-
-def layout_of(sizes: ParallelConfig) -> MegatronLayout:
-    """The weight layout that goes with the parallel sizes."""
-    return MegatronLayout(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, world_size=sizes.world_size)
 
 
 class TrainerWorker:

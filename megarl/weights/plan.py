@@ -189,8 +189,9 @@ def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders) -> None
     read: dict[str, set[Rect]] = defaultdict(set)
     for op in ops:
         tiles = tile_of[op.src_rank, op.src_param, op.hf_name]
-        inside = op.src_rect.within(view_2d(sources[op.src_rank][op.src_param].shape))
-        assert inside and any(_reads(op, tile) for tile in tiles), f"{op} reads what its source does not hold"
+        whole = view_2d(sources[op.src_rank][op.src_param].shape)
+        assert op.src_rect.within(whole), f"{op} reads outside of its source {whole}"
+        assert any(_reads(op, tile) for tile in tiles), f"{op} reads what its source does not hold"
         read[op.hf_name].add(op.hf_rect)
     for name, tiles_of_name in holders.items():
         area = cover_area(tiles_of_name, f"trainer tiles of {name}")

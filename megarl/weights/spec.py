@@ -14,10 +14,11 @@ from megarl.weights.mappings import ParamMap, Shape, view_2d
 
 Config = Mapping[str, Any]
 
-_ROPE_THETA = {"mixtral": 1e6}
-"""What transformers assumes where config.json has no rope_theta; 10,000 for the others."""
-_HEAD_DIM = {"qwen3": 128}
-"""The same for head_dim; hidden / heads for the others."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen3": {"head_dim": 128},
+}
+"""What transformers assumes of a family where config.json says nothing, when it is not what Llama's does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class ModelSpec:
             ValueError: something in it is not supported or missing.
         """
         family = _family(config)
+        config = _DEFAULTS.get(family.name, {}) | {key: value for key, value in config.items() if value is not None}
         _refuse_unsupported(config, family)
         heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
         ffn = _size(config, "intermediate_size")
@@ -88,18 +90,18 @@ class ModelSpec:
             hidden=hidden,
             layers=_size(config, "num_hidden_layers"),
             heads=heads,
-            kv_heads=_size(config, "num_key_value_heads", default=heads),
-            head_dim=_size(config, "head_dim", default=_HEAD_DIM.get(family.name, hidden // heads)),
+            kv_heads=_size(config, "num_key_value_heads", default=heads if family.name == "llama" else None),
+            head_dim=_size(config, "head_dim", default=hidden // heads),
             ffn=ffn,
             vocab=_size(config, "vocab_size"),
             experts=_num_experts(config) if family.is_moe else 0,
-            expert_ffn=_size(config, "moe_intermediate_size", default=ffn) if family.is_moe else 0,
+            expert_ffn=_expert_ffn(config, family, ffn),
             top_k=_size(config, "num_experts_per_tok") if family.is_moe else 0,
             norm_topk_prob=family.name == "mixtral" or (family.is_moe and bool(config.get("norm_topk_prob", False))),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             tied=bool(config.get("tie_word_embeddings", False)),
-            rope_theta=_rope_theta(config, family),
+            rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 1e4))),
             rms_eps=float(config.get("rms_norm_eps", 1e-6)),
             max_positions=_size(config, "max_position_embeddings"),
         )
@@ -174,9 +176,7 @@ def _family(config: Config) -> Family:
 
 
 def _size(config: Config, key: str, *, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
+    value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"{key} ({value!r}) in config.json must be an integer >= 1; take the config.json of the weights"
@@ -186,8 +186,14 @@ def _size(config: Config, key: str, *, default: int | None = None) -> int:
 
 def _num_experts(config: Config) -> int:
     """Qwen3-MoE calls it ``num_experts``, Mixtral and transformers 5 ``num_local_experts``."""
-    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    return _size(config, key)
+    return _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+
+
+def _expert_ffn(config: Config, family: Family, ffn: int) -> int:
+    """Mixtral has one width for everything."""
+    if not family.is_moe:
+        return 0
+    return ffn if family.name == "mixtral" else _size(config, "moe_intermediate_size")
 
 
 def _rope(config: Config) -> Config:
@@ -195,17 +201,12 @@ def _rope(config: Config) -> Config:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
-def _rope_theta(config: Config, family: Family) -> float:
-    theta = _rope(config).get("rope_theta", config.get("rope_theta"))
-    return float(_ROPE_THETA.get(family.name, 1e4) if theta is None else theta)
-
-
 def _refuse_unsupported(config: Config, family: Family) -> None:
     """Refuse what would compute another function than the trainer's and the engine's."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    window = config.get("sliding_window") is not None and config.get("use_sliding_window", family.name != "qwen2")
+    window = "sliding_window" in config and config.get("use_sliding_window", family.name in ("llama", "mixtral"))
     mixed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     rules: list[tuple[bool, str, object, str]] = [
         (config.get("hidden_act", "silu") != "silu", "hidden_act", config.get("hidden_act"), "silu"),

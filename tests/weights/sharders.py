@@ -49,7 +49,9 @@ def _ends(
     head = embedding if tied else weights["lm_head.weight"]
     params = {}
     if is_first:
-        params["embedding.word_embeddings.weight"] = _padded(embedding, layout.vocab_multiple * layout.tp, layout.tp)[tp]
+        params["embedding.word_embeddings.weight"] = _padded(embedding, layout.vocab_multiple * layout.tp, layout.tp)[
+            tp
+        ]
     if is_last:
         params["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
     if is_last and not (tied and is_first):
@@ -166,7 +168,8 @@ def _engine_mlp(
     owned = np.array_split(experts, tp)[rank] if expert_parallel else experts
     ways, share = (1, 0) if expert_parallel else (tp, rank)
     pairs = [
-        _mlp([weights[f"{hf}{block}.experts.{expert}.{part}.weight"] for part in parts], ways, share) for expert in owned
+        _mlp([weights[f"{hf}{block}.experts.{expert}.{part}.weight"] for part in parts], ways, share)
+        for expert in owned
     ]
     return {
         f"{hf}{block}.gate.weight": weights[f"{hf}{block}.gate.weight"],

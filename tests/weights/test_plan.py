@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.weights.models import CONFIGS, numbered_weights
-from tests.weights.sharders import engine_shards, megatron_shards
 
 from megarl.weights.engine_layout import EngineLayout, engine_params
 from megarl.weights.mappings import Rect, ShardSpec, Tile, view_2d
 from megarl.weights.megatron_layout import MegatronLayout, megatron_params
 from megarl.weights.plan import Plan, cover_problem, make_plan, plan_between
 from megarl.weights.spec import ModelSpec
+from tests.weights.models import CONFIGS, numbered_weights
+from tests.weights.sharders import engine_shards, megatron_shards
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -85,7 +85,7 @@ def test_every_plan_moves_every_element_where_an_independent_sharder_puts_it(mod
     weights = numbered_weights(spec)
     wanted = {engine: engine_shards(config, weights, engine.tp, engine.expert_parallel) for engine in engines(spec)}
     compared = 0
-    for number, trainer in enumerate(layouts(spec)):
+    for number, trainer in enumerate(layouts(spec)[:: 3 if spec.experts else 1]):
         names = ("local", "te")[number % 2]
         sources = megatron_shards(config, weights, trainer, names)
         for engine, ranks in wanted.items():
@@ -94,8 +94,7 @@ def test_every_plan_moves_every_element_where_an_independent_sharder_puts_it(mod
                 for name, array in result.items():
                     np.testing.assert_array_equal(array, ranks[rank][name], err_msg=f"{trainer} {engine} {rank} {name}")
                 compared += 1
-    assert compared >= 300, f"only {compared} engine ranks compared"
-    print(model, compared)
+    assert compared >= 700, f"only {compared} engine ranks compared"
 
 
 @pytest.mark.parametrize("names", ["local", "te"])
@@ -114,7 +113,9 @@ def test_trainer_shards_are_those_of_an_independent_sharder(model: str, names: s
                 assert cover_problem(rects, view_2d(shard.shape)) is None
                 for tile in shard.tiles:
                     np.testing.assert_array_equal(
-                        part(wanted[name], tile.rect), part(weights[tile.hf_name], tile.hf_rect), err_msg=f"{rank} {name}"
+                        part(wanted[name], tile.rect),
+                        part(weights[tile.hf_name], tile.hf_rect),
+                        err_msg=f"{rank} {name}",
                     )
                 for rect in shard.zeros:
                     assert not part(wanted[name], rect).any()

@@ -1,0 +1,238 @@
+"""The composition root: from a config to a running system. The only file that names backends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from megarl.algorithms.algorithm import PolicyGradient
+from megarl.config import RunConfig
+from megarl.data.prompts import Task, make_task
+from megarl.data.renderer import Renderer
+from megarl.envs.single_turn import SingleTurn
+from megarl.loop import System, train
+from megarl.orchestration.placement import Colocated, Disaggregated
+from megarl.orchestration.ray_workers import RayCluster
+from megarl.orchestration.threads import thread_env
+from megarl.preflight import has_gpu
+from megarl.recovery.checkpoint import Checkpoints
+from megarl.rewards import make_rewards
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.engine import VllmEngines
+from megarl.rollout.evaluator import HeldOutEvaluator
+from megarl.rollout.rollouter import StreamRollouter
+from megarl.sft import SEED_OFFSET, sft_optimizer, warm_start
+from megarl.tracking.run import RunTracker, open_tracker
+from megarl.tracking.summary import run_summary
+from megarl.trainer.settings import WorkerSettings, layout_of
+from megarl.trainer.trainer import MegatronTrainer
+from megarl.weights.engine_layout import EngineLayout
+from megarl.weights.plan import Plan, make_plan
+from megarl.weights.spec import ModelSpec
+from megarl.weights.sync import BridgeSync, Bytes
+from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
+
+_PROBE_PROMPTS = 8
+_BF16_TOLERANCE = 0.25
+"""Largest log-probability difference between two right bf16 implementations; in fp32 the config's tolerance holds."""
+
+
+async def run_training(config: RunConfig) -> str:
+    """``megarl train``: the summary of the finished run."""
+    tracker = _open_tracker(config)
+    try:
+        async with _system(config, tracker) as system:
+            await train(system, config)
+    except BaseException as error:
+        tracker.close("KILLED" if isinstance(error, asyncio.CancelledError) else "FAILED")
+        raise
+    tracker.close("FINISHED")
+    return run_summary(config, tracker.run_id)
+
+
+async def run_sft(config: RunConfig) -> str:
+    """``megarl sft``: where the warm-started policy was written."""
+    from rich.progress import track
+
+    config = config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"optimizer": sft_optimizer(config)}),
+            "max_steps": config.sft.steps,
+        }
+    )
+    losses: list[float] = []
+    with RayCluster() as cluster:
+        trainer = await _start_trainer(cluster, config)
+        task = make_task(config.data, config.seed + SEED_OFFSET)
+        bar = iter(track(range(config.sft.steps + 1), description="warm start"))
+
+        def report(step: int, loss: float) -> None:
+            next(bar)
+            losses.append(loss)
+
+        await warm_start(trainer, task, _renderer(config), config, report)
+        await trainer.export(config.sft.output)
+    return f"{config.sft.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {config.sft.output}"
+
+
+async def run_evaluation(config: RunConfig) -> str:
+    """``megarl eval``: held-out accuracy of the newest checkpoint."""
+    tracker = RunTracker([])
+    async with _system(config, tracker) as system:
+        state = await system.recovery.restore(system.trainer)
+        await system.weights.sync(version=state.step)
+        report = await system.evaluator.run(state.step)
+    return (
+        f"step {report.version}: held-out accuracy {report.accuracy:.3f} on {report.num_prompts} problems, "
+        f"{report.mean_completion_tokens:.1f} tokens an answer"
+    )
+
+
+async def run_export(config: RunConfig, output: Path) -> str:
+    """``megarl export``: where the newest checkpoint's weights were written."""
+    with RayCluster() as cluster:
+        trainer = await _start_trainer(cluster, config)
+        state = await _checkpoints(config).restore(trainer)
+        await trainer.export(output)
+    return f"wrote the policy of step {state.step} to {output}"
+
+
+def _open_tracker(config: RunConfig) -> RunTracker:
+    """The run's records; of a resumed run those after its checkpoint are dropped, since they will be made again."""
+    state = _checkpoints(config).newest_state()
+    return open_tracker(config, run_id=state.tracker_run, step=state.step)
+
+
+@asynccontextmanager
+async def _system(config: RunConfig, tracker: RunTracker) -> AsyncIterator[System]:
+    """Everything a run consists of, started; all of it is gone afterwards."""
+    spec = ModelSpec.from_folder(config.trainer.model)
+    plan = make_plan(spec, layout_of(config.trainer.parallel), EngineLayout(tp=config.rollout.tensor_parallel))
+    area = StagingArea(f"{config.name}-{os.getpid()}", plan, config.rollout.dtype)
+    with OwnedSegments.create(area), RayCluster() as cluster:
+        trainer, engines = await asyncio.gather(_start_trainer(cluster, config), _start_engines(cluster, config))
+        await asyncio.gather(trainer.attach(area), engines.attach(area))
+        yield _assemble(config, trainer, engines, plan, tracker)
+
+
+def _assemble(
+    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, tracker: RunTracker
+) -> System:
+    task, renderer = make_task(config.data, config.seed), _renderer(config)
+    buffer = GroupBuffer(config.prompts_per_step, config.max_staleness)
+    return System(
+        trainer=trainer,
+        rollouter=StreamRollouter(
+            task,
+            _env(config, engines, renderer, config.rollout.temperature),
+            make_rewards(config.rewards, task),
+            buffer,
+            group_size=config.group_size,
+            prompts_per_step=config.prompts_per_step,
+        ),
+        buffer=buffer,
+        algorithm=PolicyGradient(config.algorithm),
+        weights=_weight_sync(config, trainer, engines, plan, _probe_sequences(task, renderer)),
+        placement=Colocated() if config.placement.kind == "colocated" else Disaggregated(),
+        evaluator=HeldOutEvaluator(
+            task,
+            _env(config, engines, renderer, config.data.eval.temperature),
+            config.data.eval,
+            max_steps=config.max_steps,
+            tracker=tracker,
+        ),
+        recovery=_checkpoints(config),
+        tracker=tracker,
+    )
+
+
+async def _start_trainer(cluster: RayCluster, config: RunConfig) -> MegatronTrainer:
+    size = config.trainer.parallel.world_size
+    settings = WorkerSettings(
+        trainer=config.trainer.model_copy(update={"model": config.trainer.model.absolute()}),
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        max_steps=config.max_steps * config.algorithm.updates_per_step,
+    )
+    workers = await cluster.workers(
+        "trainer",
+        "megarl.trainer.worker:TrainerWorker",
+        [(settings,)] * size,
+        env=[thread_env(_cores(), size)] * size,
+        log_folder=config.run_folder / "logs",
+        num_gpus=_gpu_share(config),
+    )
+    trainer = MegatronTrainer(workers, config.trainer)
+    await trainer.setup()
+    return trainer
+
+
+async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
+    size = config.rollout.replicas * config.rollout.tensor_parallel
+    workers = await cluster.workers(
+        "engine",
+        "megarl.rollout.vllm_engine:VllmWorker",
+        [(config.rollout, config.trainer.model.absolute())] * size,
+        env=[thread_env(_cores(), size)] * size,
+        log_folder=config.run_folder / "logs",
+        num_gpus=_gpu_share(config),
+        side_methods=("verify_staged",),
+    )
+    engines = VllmEngines(workers, config.rollout)
+    await engines.setup()
+    return engines
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _gpu_share(config: RunConfig) -> float:
+    """GPUs of one rank: colocated trainer and engine ranks share them."""
+    if not has_gpu():
+        return 0.0
+    return 0.5 if config.placement.kind == "colocated" else 1.0
+
+
+def _weight_sync(
+    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, probe: list[tuple[int, ...]]
+) -> BridgeSync:
+    itemsize = DTYPES[config.rollout.dtype].itemsize
+    needed = config.rollout.replicas * sum(plan.num_bytes(rank, itemsize) for rank in range(len(plan.shapes)))
+    exact = config.rollout.dtype == config.trainer.precision.recipe == "fp32"
+    return BridgeSync(
+        trainer,
+        engines,
+        config.weights,
+        plan_digest=plan.digest,
+        size=Bytes(moved=needed, lower_bound=needed),
+        probe_sequences=probe,
+        probe_tolerance=config.weights.probe_tolerance if exact else _BF16_TOLERANCE,
+    )
+
+
+def _probe_sequences(task: Task, renderer: Renderer) -> list[tuple[int, ...]]:
+    """A few held-out problems with their right answers."""
+    prompts = task.heldout()[:_PROBE_PROMPTS]
+    return [(*renderer.render(p.messages), *renderer.answer_ids(task.answer_text(p))) for p in prompts]
+
+
+def _env(config: RunConfig, engines: VllmEngines, renderer: Renderer, temperature: float) -> SingleTurn:
+    return SingleTurn(engines, renderer, config.rollout.max_tokens, temperature, config.seed)
+
+
+def _renderer(config: RunConfig) -> Renderer:
+    return Renderer(config.trainer.model, config.data.max_prompt_tokens)
+
+
+def _checkpoints(config: RunConfig) -> Checkpoints:
+    return Checkpoints(
+        config.run_folder / "checkpoints",
+        every=config.recovery.every,
+        keep=config.recovery.keep,
+        last_step=config.max_steps,
+    )

@@ -1,0 +1,1 @@
+def run_summary(config, run_id): return "done"
