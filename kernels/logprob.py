@@ -187,7 +187,7 @@ def _reduce_columns(logits_CV: Tensor, labels_C: Tensor, temperature_C: Tensor, 
 
 
 def _all_gather(parts_4T: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[ranks, 4, T]"""
+    """The parts of all ranks, [ranks, 4, T]."""
     if group is None or dist.get_world_size(group) == 1:
         return parts_4T[None]
     gathered = [torch.empty_like(parts_4T) for _ in range(dist.get_world_size(group))]

@@ -1,6 +1,6 @@
 """The oracle of ``logprob.py``: the same quantities by the shortest plain torch, over the whole vocabulary at once.
 
-    T tokens, V vocabulary columns
+T tokens, V vocabulary columns.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """r_i - mean. Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783), section 3.2: without GRPO's bias to easy and hard prompts.
+    """r_i - mean. Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783), section 3.2.
 
+    Without the division GRPO's bias to easy and hard prompts is gone.
     The paper divides the loss by a constant too: ``algorithm.loss=constant``.
     """
     if _all_equal(rewards):

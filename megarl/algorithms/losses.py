@@ -115,7 +115,7 @@ def kl_penalty(new: Tensor, ref: Tensor, ratio: Tensor, estimator: str) -> Tenso
     """KL(policy || reference) per token, from one sampled token each. d = log pi_ref - log pi.
 
     k2 = d^2 / 2 and k3 = exp(d) - 1 - d: Schulman 2020, "Approximating KL divergence". The gradient of k2 is that of
-    the KL, the gradient of k3 is not; ``k3_unbiased`` multiplies k3 by the differentiable ratio to the old policy, whose
+    the KL, the gradient of k3 is not; ``k3_unbiased`` multiplies k3 by the differentiable ratio to the old policy; its
     expected gradient is exact: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
     """
     if estimator == "k2":

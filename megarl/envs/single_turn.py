@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.data.renderer import Renderer
 from megarl.interfaces import RolloutEngine
 from megarl.types import GenerateRequest, Prompt, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
+_log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""How often one sample is tried before the run ends; its prompt or the engine is broken then."""
 _STATUS: dict[str, TrajectoryStatus] = {"stop": "finished", "length": "truncated", "abort": "invalid"}
 
 
@@ -36,18 +41,53 @@ class SingleTurn:
             for prompt_ids in [self.renderer.render(prompt.messages)]
             for sample in range(group_size)
         ]
-        turns = await self.engine.generate(requests)
+        turns = await self._sample(requests, prompts, group_size)
         return [
             TrajectoryGroup(prompt, tuple(self._trajectory(prompt, turn) for turn in turns[first : first + group_size]))
             for prompt, first in zip(prompts, range(0, len(turns), group_size), strict=True)
         ]
+
+    async def _sample(
+        self, requests: Sequence[GenerateRequest], prompts: Sequence[Prompt], group_size: int
+    ) -> list[Turn]:
+        """One valid turn per request; what the engine aborts is sampled again, alone and with another seed.
+
+        Raises:
+            RuntimeError: samples were aborted ``MAX_ATTEMPTS`` times.
+        """
+        turns = list(await self.engine.generate(requests))
+        for attempt in range(1, MAX_ATTEMPTS):
+            aborted = _aborted(turns)
+            if not aborted:
+                return turns
+            _log.warning("the engine aborted %d of %d samples; attempt %d", len(aborted), len(turns), attempt + 1)
+            again = [replace(requests[n], seed=_another_seed(requests[n].seed, attempt)) for n in aborted]
+            for n, turn in zip(aborted, await self.engine.generate(again), strict=True):
+                turns[n] = turn
+        if aborted := _aborted(turns):
+            raise RuntimeError(
+                f"{len(aborted)} of {len(turns)} samples were aborted by the engine {MAX_ATTEMPTS} times, "
+                f"the first of prompt {prompts[aborted[0] // group_size].number}; see the engine log"
+            )
+        return turns
 
     def _trajectory(self, prompt: Prompt, turn: Turn) -> Trajectory:
         text = self.renderer.decode(turn.completion_ids)
         return Trajectory(prompt, [turn], text, status=_STATUS[turn.finish_reason])
 
 
+def _aborted(turns: Sequence[Turn]) -> list[int]:
+    return [number for number, turn in enumerate(turns) if turn.finish_reason == "abort"]
+
+
+def _another_seed(seed: int | None, attempt: int) -> int | None:
+    return None if seed is None else _hashed(f"{seed}/again/{attempt}")
+
+
 def sample_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
     """A seed of 31 bits that depends on nothing else: not on restarts, replicas or the order of requests."""
-    text = f"{run_seed}/{step}/{prompt}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
+    return _hashed(f"{run_seed}/{step}/{prompt}/{sample}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -33,7 +33,10 @@ class HeldOutEvaluator:
         return report
 
     def _report(self, step: int, groups: Sequence[TrajectoryGroup]) -> EvalReport:
-        answers = [trajectory for group in groups for trajectory in group.trajectories]
-        right = sum(self._task.verify(t.prompt, t.text) >= 1.0 for t in answers if t.status != "invalid")
+        """An answer that the engine never gave says nothing about the policy: it is left out, not counted as wrong."""
+        answers = [t for group in groups for t in group.trajectories if t.status != "invalid"]
+        if not answers:
+            raise RuntimeError(f"none of the {len(groups)} held-out problems got a valid answer from the engine")
+        right = sum(self._task.verify(t.prompt, t.text) >= 1.0 for t in answers)
         tokens = sum(len(turn.completion_ids) for t in answers for turn in t.turns)
         return EvalReport(step, right / len(answers), len(answers), tokens / len(answers))

@@ -25,7 +25,12 @@ _SETTINGS = {
 
 def store_uri(config: MlflowConfig, output: Path) -> str:
     """The URI of the config, or of the sqlite file beside the runs below ``output``."""
-    return config.uri or f"{_SQLITE}{(output / 'mlflow.db').resolve()}"
+    return config.uri or store_uri_below(output)
+
+
+def store_uri_below(output: Path) -> str:
+    """The URI of the sqlite file that runs below ``output`` share."""
+    return f"{_SQLITE}{(output / 'mlflow.db').resolve()}"
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -124,6 +124,7 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig, layout: MegatronLayout)
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
+    _reduce_experts_apart(model)
     if torch.cuda.is_available():
         model = model.cuda()
     if config.bf16:
@@ -133,6 +134,17 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig, layout: MegatronLayout)
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
         model,
     )
+
+
+def _reduce_experts_apart(model: torch.nn.Module) -> None:
+    """Have expert gradients summed over the experts' own data-parallel group.
+
+    Megatron does so with EP > 1 only. With TP > 1, EP 1 and ETP 1 the tensor-parallel ranks hold whole copies of every expert,
+    each of which saw other tokens; left in the dense group their gradients would never meet and the copies drift apart.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _block_spec(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:

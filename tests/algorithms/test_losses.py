@@ -122,7 +122,9 @@ def test_nothing_at_a_masked_position_reaches_loss_gradient_or_metric(poison: fl
 
 def test_a_micro_batch_of_padding_is_worth_nothing_even_with_a_kl_penalty() -> None:
     zeros = torch.zeros(4)
-    loss, sums = policy_loss(zeros.clone().requires_grad_(), zeros, Batch(zeros, zeros, zeros), _config(kl={"coef": 0.1}))
+    loss, sums = policy_loss(
+        zeros.clone().requires_grad_(), zeros, Batch(zeros, zeros, zeros), _config(kl={"coef": 0.1})
+    )
     loss.backward()
     assert loss.item() == 0
     assert all(pair == (0.0, 0.0) for pair in sums.values())

@@ -5,6 +5,7 @@ import socket
 import pytest
 import torch
 import torch.multiprocessing as mp
+
 from megarl_kernels.logprob import logprob_entropy
 from megarl_kernels.reference import logprob_entropy_reference
 
