@@ -132,6 +132,7 @@ def _assemble(
             buffer,
             group_size=config.group_size,
             prompts_per_step=config.prompts_per_step,
+            num_prompts=config.max_steps * config.prompts_per_step,
         ),
         buffer=buffer,
         algorithm=PolicyGradient(config.algorithm),

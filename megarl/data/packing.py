@@ -154,9 +154,10 @@ def _micro_batch(samples: Sequence[Sample], weights: Sequence[float], multiple: 
 
 
 def _optional(parts: Sequence[np.ndarray | None], padding: int) -> np.ndarray | None:
-    """Shifted, or None when any sample has none; samples of one step were scored together or not at all."""
+    """Shifted, or None; samples of one step were scored together or not at all."""
     known = [part for part in parts if part is not None]
-    return _shifted(known, padding, np.float32, 0) if parts and len(known) == len(parts) else None
+    assert len(known) in (0, len(parts)), f"{len(known)} of {len(parts)} samples of one micro-batch were scored"
+    return _shifted(known, padding, np.float32, 0) if known else None
 
 
 def _join(parts: Sequence[np.ndarray], padding: int, dtype: type) -> np.ndarray:

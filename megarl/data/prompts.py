@@ -1,13 +1,14 @@
 """Tasks: where problems come from, which of them are held out, and how an answer is verified.
 
 A training stream is infinite and has random access: ``train(number)`` is a function of the run's seed and the number, so
-the position in the data is one integer. Held-out problems depend on the task's options alone, and no training
-problem has the text of one.
+the position in the data is one integer. Whether a problem is held out is decided by a hash of its text, so warm start, training
+and evaluation agree on it whatever their seeds and sizes are.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from megarl.config import DataConfig
 from megarl.types import Message, Prompt
 
 _GYM = "reasoning_gym/"
+_HELDOUT_ONE_IN = 8
 
 
 class Task(Protocol):
@@ -61,6 +63,11 @@ def _messages(config: DataConfig, question: str) -> tuple[Message, ...]:
     return ({"role": "system", "content": config.system_prompt}, user) if config.system_prompt else (user,)
 
 
+def is_held_out(question: str) -> bool:
+    """Whether a problem with this text belongs to the held-out part: one in eight, the same everywhere and always."""
+    return hashlib.blake2b(question.encode(), digest_size=1).digest()[0] % _HELDOUT_ONE_IN == 0
+
+
 class GymTask:
     """A procedural dataset of reasoning-gym: its generator and its verifier."""
 
@@ -68,25 +75,27 @@ class GymTask:
     _RUN_SEEDS = 2**40
     """Distance between the streams of two run seeds: reasoning-gym adds a problem's number to the seed."""
     _REDRAW = 2**32
-    """Distance to the problem that replaces one whose text is held out."""
+    """Distance to the problem that replaces a held-out one."""
     _MAX_REDRAWS = 1000
+    _MAX_DRAWS_PER_PROBLEM = 500
+    """Draws per held-out problem before there are taken to be too few different ones."""
 
     def __init__(self, config: DataConfig, seed: int) -> None:
         self._config = config
         self._name = config.task.removeprefix(_GYM)
         self._dataset = _create_gym(self._name, config.options)
         self._train_seed = (seed + 1) * self._RUN_SEEDS
-        self._entry(0)
+        self.train(0)
 
     def train(self, number: int) -> Prompt:
-        """Problem ``number`` of this run's stream, never one of the held-out texts."""
+        """Problem ``number`` of this run's stream, never a held-out one."""
         for redraw in range(self._MAX_REDRAWS):
             entry = self._entry(self._train_seed + number + redraw * self._REDRAW)
-            if entry["question"] not in self._heldout_texts:
+            if not is_held_out(entry["question"]):
                 return self._prompt(number, entry)
         raise ValueError(
             f"data.task ({self._config.task}) has too few problems: {self._MAX_REDRAWS} draws in a row were held out; "
-            "use a smaller data.eval.num_prompts, or data.options with more problems"
+            "use data.options with more problems"
         )
 
     def heldout(self) -> list[Prompt]:
@@ -98,29 +107,36 @@ class GymTask:
         return str(json.loads(prompt.target)["answer"])
 
     def verify(self, prompt: Prompt, answer: str) -> float:
-        """The dataset's own score."""
-        return float(self._dataset.score_answer(answer.strip(), json.loads(prompt.target)))
+        """The dataset's own score, of what stands in ``<answer>`` tags where the policy wrote some."""
+        from reasoning_gym.utils import extract_answer
 
-    @cached_property
-    def _heldout_texts(self) -> frozenset[str]:
-        return frozenset(entry["question"] for entry in self._heldout_entries)
+        marked = extract_answer(answer)
+        return float(self._dataset.score_answer((answer if marked is None else marked).strip(), json.loads(prompt.target)))
 
     @cached_property
     def _heldout_entries(self) -> list[dict[str, Any]]:
         wanted = self._config.eval.num_prompts
         found: dict[str, dict[str, Any]] = {}
-        for number in range(wanted * 50):
+        for number in range(wanted * self._MAX_DRAWS_PER_PROBLEM):
             entry = self._entry(self._HELDOUT_SEED + number)
-            found.setdefault(entry["question"], entry)
+            if is_held_out(entry["question"]):
+                found.setdefault(entry["question"], entry)
             if len(found) == wanted:
                 return list(found.values())
         raise ValueError(
-            f"data.eval.num_prompts ({wanted}) must be at most the number of different problems of {self._config.task} "
-            f"with these data.options ({len(found)} were found); use data.eval.num_prompts={max(1, len(found) // 2)}"
+            f"data.eval.num_prompts ({wanted}) must be at most the number of different held-out problems of "
+            f"{self._config.task} with these data.options ({len(found)} were found); "
+            + (f"use data.eval.num_prompts={len(found)}" if found else "use data.options with more problems")
         )
 
     def _entry(self, index: int) -> dict[str, Any]:
-        entry: dict[str, Any] = self._dataset[index]
+        try:
+            entry: dict[str, Any] = self._dataset[index]
+        except IndexError:
+            raise ValueError(
+                f"data.task ({self._config.task}) must be procedural: this one is a list of {len(self._dataset)} problems; "
+                f"use data.task={_GYM}chain_sum, or write the list to a file for data.task=jsonl"
+            ) from None
         return entry
 
     def _prompt(self, number: int, entry: dict[str, Any]) -> Prompt:

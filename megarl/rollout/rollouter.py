@@ -13,13 +13,26 @@ from megarl.rollout.buffer import GroupBuffer
 from megarl.types import Prompt, TrajectoryGroup
 
 
+_SCORING_TIMEOUT_S = 300.0
+
 
 class StreamRollouter:
     """A ``Rollouter`` over one task and one environment."""
 
-    def __init__(self, task: Task, env: Env, rubric: Rubric, buffer: GroupBuffer, *, group_size: int, prompts_per_step: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        env: Env,
+        rubric: Rubric,
+        buffer: GroupBuffer,
+        *,
+        group_size: int,
+        prompts_per_step: int,
+        num_prompts: int,
+    ) -> None:
+        """``num_prompts`` is where the stream ends: the last prompt that any step will train on."""
         self._task, self._env, self._rubric, self._buffer = task, env, rubric, buffer
-        self._group_size, self._prompts_per_step = group_size, prompts_per_step
+        self._group_size, self._prompts_per_step, self._num_prompts = group_size, prompts_per_step, num_prompts
 
     @asynccontextmanager
     async def running(self, prompts_done: int) -> AsyncIterator[None]:
@@ -35,18 +48,21 @@ class StreamRollouter:
     async def _produce(self, number: int) -> None:
         """All free slots become one call of the engine, so that the same position gives the same samples."""
         try:
-            while True:
-                slots = await self._buffer.acquire()
-                prompts = [self._task.train(n) for n in range(number, number + slots)]
+            while number < self._num_prompts:
+                end = min(number + await self._buffer.acquire(), self._num_prompts)
+                prompts = [self._task.train(n) for n in range(number, end)]
                 await self._buffer.put(await self._groups(prompts))
-                number += slots
+                number = end
         except Exception as error:  # the consumer waits in take(): it must hear of it
             await self._buffer.fail(error)
 
     async def _groups(self, prompts: Sequence[Prompt]) -> list[TrajectoryGroup]:
         step = prompts[0].number // self._prompts_per_step
         groups = await self._env.run(prompts, step=step, group_size=self._group_size)
-        await asyncio.to_thread(self._score, groups)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._score, groups), _SCORING_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"rewards of {len(groups)} groups took longer than {_SCORING_TIMEOUT_S:g} s") from None
         return groups
 
     def _score(self, groups: Sequence[TrajectoryGroup]) -> None:

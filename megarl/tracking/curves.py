@@ -87,6 +87,9 @@ def _draw_runs(axes: Any, name: str, runs: Mapping[str, Points]) -> None:
     for number, points in enumerate(runs.values()):
         _line(axes, points, colour(number), _dash(number))
     _scale(axes, [value for points in runs.values() for _, value in points])
+    tops = [_steady_top([value for _, value in points]) for points in runs.values() if points]
+    if name.startswith("time/") and tops:
+        axes.set_ylim(0, max(tops))
 
 
 def _draw_accuracy(axes: Any, points: Points) -> None:

@@ -76,7 +76,8 @@ def _open_store(name: str, uri: str) -> Any:
     if file is not None and not file.is_file():
         raise ValueError(
             f"run {name!r} must be a folder with a {METRICS_FILE} or a run in MLflow, and it is no such folder, nor is "
-            f"there an MLflow store at {file}; {_closest(name, _folders_near(Path(name)), 'run folders')}, or pass --uri"
+            f"there an MLflow store at {file} (--uri names another); "
+            f"{_closest(name, _folders_near(Path(name)), 'run folders')}"
         )
     return connect(uri)
 

@@ -88,16 +88,29 @@ def test_options_that_do_not_fit_are_refused(options: dict) -> None:
         make_task(_gym(options=options), 0)
 
 
-def test_more_held_out_problems_than_there_are_is_refused() -> None:
-    tiny = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ValueError, match=r"data\.eval\.num_prompts \(64\) .*10 were found"):
-        make_task(_gym(options=tiny), 0).heldout()
+def test_more_held_out_problems_than_there_are_is_refused_with_the_number_there_is() -> None:
+    small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    with pytest.raises(ValueError, match=r"data\.eval\.num_prompts \(64\) .*use data\.eval\.num_prompts=(\d+)") as refused:
+        make_task(_gym(options=small), 0).heldout()
+    enough = int(str(refused.value).rpartition("=")[2])
+    assert len(make_task(_gym(options=small, heldout=enough), 0).heldout()) == enough
 
 
-def test_a_task_whose_every_problem_is_held_out_is_refused_not_searched_for_ever() -> None:
-    tiny = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
+def test_a_task_whose_every_problem_is_held_out_is_refused_not_searched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.prompts.is_held_out", lambda question: True)
     with pytest.raises(ValueError, match="too few problems"):
-        make_task(_gym(options=tiny, heldout=10), 0).train(0)
+        make_task(_gym(), 0)
+
+
+def test_the_held_out_part_does_not_depend_on_how_much_of_it_is_used() -> None:
+    few, many = ({_text(p) for p in make_task(_gym(heldout=n), 0).heldout()} for n in (16, 256))
+    assert few < many
+
+
+def test_an_answer_in_tags_is_taken_out_of_the_text_around_it() -> None:
+    task = make_task(_gym(), 0)
+    prompt = task.train(0)
+    assert task.verify(prompt, f"I think <answer>{task.answer_text(prompt)}</answer>, sir.") == 1.0
 
 
 def test_the_system_prompt_comes_first() -> None:

@@ -35,7 +35,7 @@ class Env:
 
 def _rollouter(env: Env, buffer: GroupBuffer, reward=lambda t: 1.0) -> StreamRollouter:
     rubric = Rubric([("task", 1.0, reward)])
-    return StreamRollouter(Task(), env, rubric, buffer, group_size=2, prompts_per_step=3)  # type: ignore[arg-type]
+    return StreamRollouter(Task(), env, rubric, buffer, group_size=2, prompts_per_step=3, num_prompts=10**6)  # type: ignore[arg-type]
 
 
 async def test_groups_come_scored_and_start_at_the_given_prompt() -> None:
