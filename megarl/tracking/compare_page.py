@@ -23,11 +23,12 @@ _TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>megarl: {{ labels | join(", ") }}</title>
 <style>
-  body { font: 15px/1.5 system-ui, sans-serif; color: #2b2f36; background: #f6f7f9; margin: 0 auto; max-width: 1240px; padding: 24px; }
+  body { font: 15px/1.5 system-ui, sans-serif; color: #2b2f36; background: #f6f7f9; }
+  body { margin: 0 auto; max-width: 1240px; padding: 24px; }
   h1 { font-size: 22px; margin: 0 0 4px; }
   h2 { font-size: 17px; margin: 32px 0 10px; }
   .runs { display: flex; flex-wrap: wrap; gap: 6px 20px; }
-  .run i { display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin-right: 6px; vertical-align: middle; }
+  .run i { display: inline-block; width: 14px; height: 4px; margin-right: 6px; vertical-align: middle; }
   .scroll { overflow-x: auto; background: #fff; border: 1px solid #e4e6ea; border-radius: 8px; }
   table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
   th, td { text-align: left; padding: 5px 12px; border-bottom: 1px solid #eef0f3; vertical-align: top; }
@@ -51,24 +52,25 @@ _TEMPLATE = """<!DOCTYPE html>
 {% if differences %}<div class="scroll"><table>
 <tr><th>key</th>{% for label in labels %}<th>{{ label }}</th>{% endfor %}</tr>
 {% for key, values in differences.items() %}<tr><td>{{ key }}</td>
-{%- for value in values %}<td class="value">{% if value is none %}{{ missing }}{% else %}{{ value }}{% endif %}</td>{% endfor %}</tr>
+{%- for value in values %}<td class="value">{{ missing if value is none else value }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% else %}<p>Nothing.</p>
 {% endif %}
 <h2>Curves</h2>
 <div class="curves">
-{% for name, picture in pictures.items() %}<img alt="{{ name }} over steps" src="data:image/svg+xml;base64,{{ picture }}">
+{% for name, svg in pictures.items() %}<img alt="{{ name }} over steps" src="data:image/svg+xml;base64,{{ svg }}">
 {% endfor %}</div>
 
 <h2>Metrics</h2>
 <div class="scroll"><table>
 <tr><th>metric</th><th></th><th>run</th><th>start</th><th>best</th><th>last</th><th>area</th></tr>
 {% for row in rows %}<tr class="{{ 'first' if row.metric }} {{ 'best' if row.is_best }}">
-<td title="{{ row.meaning }}">{{ row.metric }}</td><td class="faint">{{ row.arrow }}</td><td class="name">{{ row.label }}</td>
+<td title="{{ row.meaning }}">{{ row.metric }}</td><td class="faint">{{ row.arrow }}</td>
+<td class="name">{{ row.label }}</td>
 {%- for value in row.numbers %}<td class="number">{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
-<p class="faint">↑ higher is better, ↓ lower is better; the best last value of a metric is green. Area: under the curve over steps,
-by trapezoids.</p>
+<p class="faint">↑ higher is better, ↓ lower is better; the best last value of a metric is green.
+Area: under the curve over steps, by trapezoids.</p>
 </body>
 </html>
 """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megarl.tracking.runs import RecordedRun
 from megarl.tracking.tracker import METRICS, Better, better
 
-MISSING = "–"
+MISSING = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def course(points: Sequence[tuple[int, float]], direction: Better) -> Course | N
         return None
     values = [value for _, value in points]
     best = {"higher": max(values), "lower": min(values), "neither": None}[direction]
-    pairs = zip(points, points[1:], strict=False)
+    pairs = pairwise(points)
     area = sum((right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairs)
     return Course(values[0], best, values[-1], area if len(points) > 1 else None)
 
@@ -81,7 +82,8 @@ def number(value: float | None) -> str:
 
 def excerpts(values: Sequence[str | None], width: int) -> list[str]:
     """Values in at most ``width`` characters each, from a little before the place where they begin to differ."""
-    common = len(os.path.commonprefix([value for value in values if value is not None]))
+    present = [value for value in values if value is not None]
+    common = len(os.path.commonprefix(present))  # noqa: RUF071 - of characters, not of paths
     start = max(0, common - width // 4) if any(len(value or "") > width for value in values) else 0
     return [MISSING if value is None else clipped(value, width, start) for value in values]
 

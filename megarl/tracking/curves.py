@@ -18,7 +18,7 @@ PALETTE = ("#2f6fb5", "#d9722b", "#3a9d6e", "#a552a8", "#c9423f", "#7d8b2a", "#3
 """Told apart in print and by most eyes; runs beyond the eighth repeat it with other dashes."""
 _DASHES = ("-", "--", ":", "-.")
 _INK, _FAINT = "#2b2f36", "#e4e6ea"
-_PHASES = tuple(zip(("generate", "score", "train", "sync", "overhead"), (PALETTE[i] for i in (0, 6, 1, 2, 7)), strict=True))
+_PHASES = {"generate": PALETTE[0], "score": PALETTE[6], "train": PALETTE[1], "sync": PALETTE[2], "overhead": PALETTE[7]}
 """Of a step, in order, each with its colour."""
 _SMOOTHED_FROM = 30
 """Points from which a running mean is drawn over the raw values."""
@@ -27,7 +27,7 @@ _LOG_SPAN = 50.0
 
 
 def plot_run(metrics: Path, png: Path) -> None:
-    """Draw reward, held-out accuracy, mismatch_kl, entropy, gradient norm and where the time went, from a metrics.jsonl."""
+    """Draw a metrics.jsonl: reward, held-out accuracy, mismatch_kl, entropy, gradient norm and where the time went."""
     rows = read_metrics(metrics)
     figure = Figure(figsize=(13.5, 7.2), layout="constrained")
     axes = list(figure.subplots(2, 3).flat)
@@ -124,7 +124,7 @@ def _draw_time(axes: Any, rows: Sequence[dict[str, float]]) -> None:
     if not timed:
         _say_empty(axes)
         return
-    phases = [(name, c) for name, c in _PHASES if any(f"time/{name}_s" in row for row in timed)]
+    phases = [(name, c) for name, c in _PHASES.items() if any(f"time/{name}_s" in row for row in timed)]
     heights = [[row.get(f"time/{name}_s", 0.0) for row in timed] for name, _ in phases]
     edges = [row["step"] - 0.5 for row in timed] + [timed[-1]["step"] + 0.5]
     closed = [[*layer, layer[-1]] for layer in heights]  # the last step is as wide as the others

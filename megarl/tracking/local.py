@@ -22,9 +22,9 @@ ENVIRONMENT_FILE = "environment.txt"
 class LocalTracker:
     """Writes metrics.jsonl, rollouts.jsonl, config.yaml and environment.txt.
 
-    Every ``log`` adds one line, ``{"step": 12, "reward/mean": 0.5, ...}``, flushed at once; a value that is not finite is
-    null. The files of a resumed run go on: lines of steps after ``resumed_step`` are dropped, since those steps are made
-    again. None starts afresh.
+    Every ``log`` adds one line, ``{"step": 12, "reward/mean": 0.5, ...}``, flushed at once; a value that is not finite
+    is null. A resumed run keeps the lines up to ``resumed_step``; those of later steps are dropped, since those steps
+    are made again. An evaluation that is made again adds a line that says the same. None starts afresh.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LocalTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One row per step, in order, from a metrics.jsonl; lines of one step are merged, the later one wins, null is NaN."""
+    """One row per step, in order. Lines of one step are merged, the later one wins; null is NaN."""
     rows: dict[int, dict[str, float]] = {}
     for line in read_lines(path):
         row = rows.setdefault(line["step"], {})

@@ -1,7 +1,7 @@
 """Experiment tracking with MLflow, out of the way of the run.
 
-``MlflowTracker`` is what the run sees: it turns each call into one action for a background thread and returns. ``_Run`` is
-what the thread works on: plain calls of MLflow's client, which may be slow and may raise. Between them stands the
+``MlflowTracker`` is what the run sees: it turns each call into one action for a background thread and returns. ``_Run``
+is what the thread works on: plain calls of MLflow's client, which may be slow and may raise. Between them stands the
 boundary: a failure is warned of once and counted, and costs the run nothing but that record.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -78,9 +79,7 @@ def _make_store(file: Path, client: Any) -> None:
     scratch = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         client(tracking_uri=f"{_SQLITE}{scratch}").search_experiments(max_results=1)
-        try:
+        with contextlib.suppress(FileExistsError):  # another run was faster; its store is as good
             os.link(scratch, file)
-        except FileExistsError:
-            pass  # another run was faster; its store is as good
     finally:
         scratch.unlink(missing_ok=True)

@@ -28,9 +28,9 @@ METRICS: dict[str, Meaning] = {
     "reward/verifier_error": Meaning("trajectories", "lower", "Reward none or not finite: out of the loss."),
     "reward_part/*": Meaning("", "higher", "Mean of one part of the reward, unweighted, by its name."),
     "groups/zero_spread": Meaning("share", "lower", "Groups whose rewards are all equal: nothing to learn from."),
-    "samples/invalid": Meaning("trajectories", "lower", "Not usable for training, such as with a log-probability missing."),
+    "samples/invalid": Meaning("trajectories", "lower", "Not usable, such as one without all log-probabilities."),
     "samples/skipped": Meaning("samples", "lower", "Valid, but taken out of the loss."),
-    "staleness/mean": Meaning("steps", "lower", "Weights before the update against the oldest that sampled the tokens."),
+    "staleness/mean": Meaning("steps", "lower", "Version trained on minus the oldest that sampled a token."),
     "staleness/max": Meaning("steps", "lower", "The same, of the stalest sample."),
     "tokens/prompt_mean": Meaning("tokens", "neither", "Prompt of the first turn."),
     "tokens/completion_mean": Meaning("tokens", "neither", "Sampled tokens of a trajectory, all turns."),
@@ -38,7 +38,7 @@ METRICS: dict[str, Meaning] = {
     "tokens/truncated_share": Meaning("share", "lower", "Trajectories cut at the token limit."),
     "tokens/loss": Meaning("tokens", "neither", "Tokens that carried loss."),
     "tokens_per_s": Meaning("tokens/s", "higher", "Sampled tokens over the whole time of the step."),
-    "updates/skipped": Meaning("updates", "lower", "Optimizer steps not made: an empty batch, or a gradient not finite."),
+    "updates/skipped": Meaning("updates", "lower", "Steps not made: an empty batch, a gradient not finite."),
     "policy/loss": Meaning("", "neither", "The objective; its size says nothing across settings."),
     "policy/grad_norm": Meaning("", "neither", "Global gradient norm before clipping."),
     "policy/lr": Meaning("", "neither", "Learning rate of the last update of the step."),
@@ -48,6 +48,9 @@ METRICS: dict[str, Meaning] = {
     "policy/ratio": Meaning("", "neither", "Probability after over before the update; 1 with one update a step."),
     "policy/clip_low_share": Meaning("share", "neither", "Loss tokens held at 1 - clip_low."),
     "policy/clip_high_share": Meaning("share", "neither", "Loss tokens held at 1 + clip_high."),
+    "policy/importance": Meaning(
+        "", "neither", "Trainer over engine probability of the tokens, capped; about 1."
+    ),
     "policy/importance_capped_share": Meaning("share", "lower", "Tokens whose trainer/engine weight met the cap."),
     "policy/kl_to_old": Meaning("nats", "neither", "KL against the policy before the update (k3)."),
     "policy/kl_to_ref": Meaning("nats", "neither", "KL against the frozen reference (k3); 0 without a penalty."),
@@ -86,8 +89,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Every metric of one finished step; what had nothing to measure is left out, never 0.
 
-    ``report`` is of the sync after the updates, so ``report.version - 1`` are the weights that were trained on; ``times``
-    is what ``StepTimer.lap`` returns.
+    ``report`` is of the sync after the updates, so ``report.version - 1`` are the weights that were trained on;
+    ``times`` is what ``StepTimer.lap`` returns.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     sampled = sum(map(_sampled_tokens, trajectories))
