@@ -98,9 +98,7 @@ def _result(metrics: Path, watch: Watch, total_s: float) -> dict[str, float | in
     rows = [row for row in _rows(metrics) if "time/step_s" in row]
     steady = rows[1:] or rows  # the first step warms up
     step_s = sum(row["time/step_s"] for row in steady)
-    shares = {
-        f"{phase}_share": sum(row.get(f"time/{phase}_s", 0.0) for row in steady) / step_s for phase in _PHASES
-    }
+    shares = {f"{phase}_share": sum(row.get(f"time/{phase}_s", 0.0) for row in steady) / step_s for phase in _PHASES}
     return {
         "steps": len(rows),
         "first_step_s": watch.first_step_s,

@@ -33,7 +33,7 @@ class _HelpfulGroup(click.Group):
             sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
             sys.exit(_say("interrupted; the last checkpoint stays usable, the same command continues from it", 130))
-        except Exception as error:  # the process boundary: everything ends as a message and a status
+        except Exception as error:  # noqa: BLE001 - the process boundary: everything ends as a message
             from megarl.recovery.failure import describe
 
             sys.exit(_say(describe(error), 1))

@@ -2,26 +2,36 @@
 
 ``load`` reads a YAML file, applies ``key.path=value`` overrides and refuses what cannot run, with the key, the
 rule, the value and a value that would work. It starts nothing and imports neither torch nor Ray.
+
+Bounds of one field stand at the field; a required field also has an example, which is offered to who forgets it. Rules
+over several fields are the generators below RunConfig; those that need the model's files or the task are in
+``preflight.py``.
 """
 
 from __future__ import annotations
 
-import difflib
+import math
+import re
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megarl.config_errors import ConfigError, Problem, Values, explain, shown, suggest, use
 
-class ConfigError(ValueError):
-    """A mistake of the user's: key, rule, value, way out. Shown without a traceback, exit status 2."""
+Lax = Field(strict=False)
+"""YAML has no paths and no tuples: these come as text and as lists."""
+FilePath = Annotated[Path, Lax]
 
 
 class Section(BaseModel):
-    """A frozen part of the config; unknown keys are refused."""
+    """A frozen part of the config. Unknown keys, values of another type and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 class EvalConfig(Section):
@@ -38,13 +48,13 @@ class EvalConfig(Section):
 class DataConfig(Section):
     """Where prompts come from."""
 
-    task: str
+    task: str = Field(examples=["reasoning_gym/chain_sum"])
     """``reasoning_gym/<dataset>`` (procedural, with its own verifier) or ``jsonl`` (an own file)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the task, such as the range of numbers of a reasoning-gym dataset."""
-    path: Path | None = None
+    path: FilePath | None = None
     """For ``jsonl``: a file with one ``{"prompt": ..., "answer": ...}`` per line."""
-    eval_path: Path | None = None
+    eval_path: FilePath | None = None
     """For ``jsonl``: held-out problems in the same form."""
     system_prompt: str = ""
     """Put before every problem when not empty."""
@@ -56,7 +66,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One part of the reward; the reward is the weighted sum."""
 
-    name: str
+    name: str = Field(examples=["task"])
     """``task`` (the task's own verifier), ``exact_match``, or ``path/to/file.py:function``."""
     weight: float = 1.0
 
@@ -140,7 +150,7 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """The Megatron side."""
 
-    model: Path
+    model: FilePath = Field(examples=[Path("examples/policies/tiny_moe")])
     """A Hugging Face folder: config.json, safetensors, tokenizer."""
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -225,21 +235,24 @@ class SftConfig(Section):
     steps: int = Field(300, ge=1)
     batch_size: int = Field(256, ge=1)
     lr: float = Field(2e-3, gt=0.0)
-    output: Path = Path("models/sft")
+    output: FilePath = Path("models/sft")
+    """The folder that is written; it must not exist yet."""
 
 
 class RunConfig(Section):
     """A whole run."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["my-run"])
+    """Names the run's folder and its record: letters, digits, ``.``, ``_`` and ``-``."""
     seed: int = Field(0, ge=0)
-    max_steps: int = Field(ge=1)
-    prompts_per_step: int = Field(ge=1)
-    group_size: int = Field(ge=1)
+    max_steps: int = Field(ge=1, examples=[100])
+    prompts_per_step: int = Field(ge=1, examples=[64])
+    group_size: int = Field(ge=1, examples=[8])
+    """Samples of every prompt."""
     max_staleness: int = Field(0, ge=0)
     """Steps a sample may lag behind the weights; 0 is strictly on-policy."""
     data: DataConfig
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="task"),)
+    rewards: Annotated[tuple[RewardConfig, ...], Lax] = Field((RewardConfig(name="task"),), min_length=1)
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -248,106 +261,148 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     sft: SftConfig = SftConfig()
-    output: Path = Path("runs")
+    output: FilePath = Path("runs")
+    """Every run gets a folder of its name below."""
 
     @property
     def run_folder(self) -> Path:
         """Everything a run writes lies below."""
         return self.output / self.name
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for rule in (_check_algorithm, _check_sampling, _check_parallel, _check_batch, _check_engine):
-            rule(self)
+        problem = next(problems(self), None)
+        if problem:
+            raise ConfigError(problem.text(lambda values: not any(problems(changed(self, values)))))
         return self
 
 
-def _check_algorithm(config: RunConfig) -> None:
-    relative = config.algorithm.name != "reinforce"
-    if relative and config.group_size < 2:
-        raise ConfigError(
-            f"group_size ({config.group_size}) must be >= 2 for {config.algorithm.name}: advantages compare "
-            "siblings; use group_size=8, or algorithm.name=reinforce for 1"
-        )
-    if config.prompts_per_step % config.algorithm.updates_per_step:
-        raise ConfigError(
-            f"prompts_per_step ({config.prompts_per_step}) must divide by algorithm.updates_per_step "
-            f"({config.algorithm.updates_per_step}): every update takes the same number of prompts; "
-            f"use prompts_per_step={_next_multiple(config.prompts_per_step, config.algorithm.updates_per_step)}"
-        )
+# --- rules over several fields ---------------------------------------------------------------------------------------
 
 
-def _check_sampling(config: RunConfig) -> None:
-    rollout = config.rollout
-    if rollout.temperature <= 0:
-        raise ConfigError(
-            f"rollout.temperature ({rollout.temperature}) must be > 0: greedy samples of one prompt are all the "
-            "same and have no gradient; use rollout.temperature=1.0"
-        )
-    if rollout.top_p != 1.0:
-        raise ConfigError(
-            f"rollout.top_p ({rollout.top_p}) must be 1.0: the trainer does not know which tokens were cut off; "
-            "use rollout.top_p=1.0"
-        )
-    if rollout.top_k != 0:
-        raise ConfigError(
-            f"rollout.top_k ({rollout.top_k}) must be 0: the trainer does not know which tokens were cut off; "
-            "use rollout.top_k=0"
-        )
-    if rollout.max_tokens >= rollout.max_model_len:
-        raise ConfigError(
-            f"rollout.max_tokens ({rollout.max_tokens}) must be < rollout.max_model_len ({rollout.max_model_len}): "
-            f"the prompt needs room too; use rollout.max_model_len={rollout.max_tokens + config.data.max_prompt_tokens}"
-        )
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """The rules that ``config`` breaks; those after the first may speak of what the first broke."""
+    yield from _parallel_problems(config.trainer.parallel)
+    yield from _algorithm_problems(config)
+    yield from _batch_problems(config)
+    yield from _sampling_problems(config.rollout)
+    yield from _length_problems(config)
+    yield from _optimizer_problems(config.trainer.optimizer)
 
 
-def _check_parallel(config: RunConfig) -> None:
-    sizes = config.trainer.parallel
-    for key, names in (("tp x pp x cp", ("tp", "pp", "cp")), ("etp x ep x pp", ("etp", "ep", "pp"))):
-        product = 1
-        for name in names:
-            product *= getattr(sizes, name)
-        if sizes.world_size % product:
-            raise ConfigError(
-                f"trainer.parallel.world_size ({sizes.world_size}) must divide by {key} ({product}); "
-                f"use trainer.parallel.world_size={_next_multiple(sizes.world_size, product)}"
-            )
+_S = TypeVar("_S", bound=Section)
+
+
+def changed(section: _S, values: Values) -> _S:
+    """``section`` with other values at dotted keys, unchecked."""
+    for key, value in values.items():
+        name, _, inner = key.partition(".")
+        new = changed(getattr(section, name), {inner: value}) if inner else value
+        section = section.model_copy(update={name: new})
+    return section
+
+
+def _parallel_problems(sizes: ParallelConfig) -> Iterator[Problem]:
     for name in ("vpp", "cp"):
-        if getattr(sizes, name) != 1:
-            raise ConfigError(
-                f"trainer.parallel.{name} ({getattr(sizes, name)}) must be 1: it is not supported yet; "
-                f"use trainer.parallel.{name}=1"
+        key, size = f"trainer.parallel.{name}", getattr(sizes, name)
+        if size != 1:
+            yield Problem(key, size, "must be 1: it is not supported yet", ({key: 1},))
+    dense, expert = sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp
+    for grid, product in (("tp x pp x cp", dense), ("etp x ep x pp", expert)):
+        if sizes.world_size % product:
+            both = math.lcm(dense, expert)
+            fitting = range(_next_multiple(sizes.world_size, both), 0, -both)
+            yield Problem(
+                "trainer.parallel.world_size",
+                sizes.world_size,
+                f"must be a multiple of {grid} ({product}): every model-parallel group has as many ranks",
+                tuple({"trainer.parallel.world_size": size} for size in fitting),
             )
 
 
-def _check_batch(config: RunConfig) -> None:
-    dp = config.trainer.parallel.dp
-    per_update = config.prompts_per_step * config.group_size // config.algorithm.updates_per_step
-    if per_update % dp:
-        raise ConfigError(
-            f"prompts_per_step x group_size / updates_per_step ({per_update}) must divide by the data-parallel size "
-            f"({dp}); use prompts_per_step={_next_multiple(config.prompts_per_step, dp)}"
-        )
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    budget = config.trainer.max_tokens_per_micro_batch
-    if min(longest, config.rollout.max_model_len) > budget:
-        raise ConfigError(
-            f"trainer.max_tokens_per_micro_batch ({budget}) must hold the longest sequence "
-            f"({min(longest, config.rollout.max_model_len)} tokens); "
-            f"use trainer.max_tokens_per_micro_batch={min(longest, config.rollout.max_model_len)}"
+def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
+    name, size = config.algorithm.name, config.group_size
+    if name != "reinforce" and size < 2:
+        yield Problem(
+            "group_size",
+            size,
+            f"must be >= 2 for algorithm.name {name}: advantages compare the samples of one prompt",
+            ({"group_size": 8}, {"group_size": 2 * config.trainer.parallel.dp}, {"algorithm.name": "reinforce"}),
         )
 
 
-def _check_engine(config: RunConfig) -> None:
-    if config.rollout.expert_parallel:
-        raise ConfigError(
-            "rollout.expert_parallel (True) is not supported yet; use rollout.expert_parallel=false: "
-            "experts are then split by rollout.tensor_parallel"
+def _batch_problems(config: RunConfig) -> Iterator[Problem]:
+    prompts, group = config.prompts_per_step, config.group_size
+    updates, dp = config.algorithm.updates_per_step, config.trainer.parallel.dp
+    fitting = ({"prompts_per_step": _next_multiple(prompts, updates * dp // math.gcd(dp, group))},)
+    if prompts % updates:
+        rule = f"must be a multiple of algorithm.updates_per_step ({updates}): every update takes as many prompts"
+        yield Problem("prompts_per_step", prompts, rule, fitting)
+    elif prompts // updates * group % dp:
+        rule = (
+            f"x group_size ({group}) / algorithm.updates_per_step ({updates}) must be a multiple of the data-parallel "
+            f"size ({dp}): every rank takes as many sequences"
         )
+        yield Problem("prompts_per_step", prompts, rule, fitting)
+
+
+def _sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    unknown = "the trainer would not know which tokens were cut off"
+    rules: tuple[tuple[bool, str, str, object], ...] = (
+        (rollout.temperature <= 0, "temperature", "must be > 0: greedy samples of a prompt are all the same", 1.0),
+        (rollout.top_p != 1.0, "top_p", f"must be 1.0: {unknown}", 1.0),
+        (rollout.top_k != 0, "top_k", f"must be 0: {unknown}", 0),
+        (
+            rollout.expert_parallel,
+            "expert_parallel",
+            "must be false: it is not supported yet, rollout.tensor_parallel cuts every expert instead",
+            False,
+        ),
+    )
+    for broken, name, rule, way_out in rules:
+        if broken:
+            yield Problem(f"rollout.{name}", getattr(rollout, name), rule, ({f"rollout.{name}": way_out},))
+
+
+def _length_problems(config: RunConfig) -> Iterator[Problem]:
+    longest = config.longest_sequence
+    parts = (
+        f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_tokens ({config.rollout.max_tokens})"
+    )
+    room = {"rollout.max_model_len": longest}
+    budget = {"trainer.max_tokens_per_micro_batch": longest}
+    if config.rollout.max_model_len < longest:
+        yield Problem(
+            "rollout.max_model_len",
+            config.rollout.max_model_len,
+            f"must be >= {parts}: the engine holds prompt and completion",
+            (room, room | budget),
+        )
+    if config.trainer.max_tokens_per_micro_batch < longest:
+        yield Problem(
+            "trainer.max_tokens_per_micro_batch",
+            config.trainer.max_tokens_per_micro_batch,
+            f"must be >= {parts}: no sequence is cut",
+            (budget,),
+        )
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.min_lr > optimizer.lr:
+        key = "trainer.optimizer.min_lr"
+        yield Problem(key, optimizer.min_lr, f"must be <= trainer.optimizer.lr ({optimizer.lr:g})", ({key: 0.0},))
 
 
 def _next_multiple(value: int, factor: int) -> int:
     return -(-value // factor) * factor
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -367,78 +422,75 @@ def from_dict(raw: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError(explain(error, RunConfig)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-6 is a number (as in YAML 1.2), and a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise ConfigError(f"config file {path} does not exist; {_suggest(path.name, near, 'files there')}")
+        raise ConfigError(f"config file {path} does not exist; {suggest(path.name, near, 'files there')}")
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = _parse_yaml(path.read_text())
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"config file {path} must be valid YAML: {_one_line(error)}; mend the line") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"config file {path} must be a mapping of keys to values, found {type(raw).__name__}")
+        raise ConfigError(
+            f"config file {path} ({shown(raw)}) must be a mapping of keys to values; start from one in configs/"
+        )
     return raw
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"override {override!r} must have the form key.path=value, such as max_steps=10")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {key}: {text!r} is not a YAML value; quote text that holds : or [") from None
-    if isinstance(value, str):
-        value = _number_in(value)
     *parents, leaf = key.split(".")
-    node = raw
-    for depth, parent in enumerate(parents):
-        child = node.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {key}: {'.'.join(parents[: depth + 1])} is {child!r}, not a section")
-        node = child
-    node[leaf] = value
-
-
-def _number_in(text: str) -> float | str:
-    """YAML 1.1 reads ``1e-6`` as text; people mean a number."""
+    if not sign or not all((*parents, leaf)):
+        raise ConfigError(f"override ({override}) must have the form key.path=value; use one such as max_steps=10")
     try:
-        return float(text)
-    except ValueError:
-        return text
+        value = _parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{key} ({text}) must be a YAML value: {_one_line(error)}; use quotes around text, such as {key}='\"{text}\"'"
+        ) from None
+    node: Any = raw
+    for depth, part in enumerate(parents):
+        place = _place(node, part, parents[:depth], value)
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[place]
+    node[_place(node, leaf, parents, value)] = value
 
 
-def _explain(item: Any) -> str:
-    """One pydantic error as: key (value) rule; way out."""
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {key}; {_suggest(str(item['loc'][-1]), _keys_beside(item['loc']), 'keys here')}"
-    if item["type"] == "missing":
-        return f"{key} is required and missing; add it to the file or pass {key}=VALUE"
-    if item["type"] == "value_error":
-        return str(item["ctx"]["error"])
-    return f"{key} ({item['input']!r}): {item['msg'][0].lower()}{item['msg'][1:]}"
+def _place(node: object, part: str, above: list[str], value: object) -> str | int:
+    """``part`` as a key or a number of ``node``, which stands at ``above``."""
+    if isinstance(node, dict):
+        return part
+    key = ".".join(above)
+    if not isinstance(node, list):
+        raise ConfigError(f"{key} ({shown(node)}) must be a section, to have a key {part}; {use({key: value})}")
+    if part.isdecimal() and int(part) < len(node):
+        return int(part)
+    raise ConfigError(f"{key} ({shown(node)}) must have an entry {part}; {use({key: node})} with one more")
 
 
-def _keys_beside(location: tuple[Any, ...]) -> list[str]:
-    section: type[BaseModel] = RunConfig
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        inner = section.model_fields[part].annotation
-        if inner is not None and not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            inner = next((a for a in getattr(inner, "__args__", ()) if isinstance(a, type)), None)
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        section = inner
-    return list(section.model_fields)
-
-
-def _suggest(word: str, known: list[str], what: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"{what}: {', '.join(known)}" if known else f"there are no {what}"
+def _one_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())

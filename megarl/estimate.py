@@ -55,7 +55,11 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         trainer_weights=weights,
         trainer_gradients=(dense + expert) * 4,
         trainer_optimizer=dense * optimizer // sizes.dp + expert * optimizer // sizes.edp,
-        trainer_activations=config.trainer.max_tokens_per_micro_batch * spec.hidden * layers * _ACTIVATION_BYTES // sizes.tp,
+        trainer_activations=config.trainer.max_tokens_per_micro_batch
+        * spec.hidden
+        * layers
+        * _ACTIVATION_BYTES
+        // sizes.tp,
         engine_weights=engine_count * itemsize,
         engine_kv_per_token=2 * spec.layers * kv_heads * spec.head_dim * itemsize,
     )

@@ -175,6 +175,10 @@ class Evaluator(Protocol):
         """Evaluate when the schedule says so."""
         ...
 
+    async def run(self, step: int) -> EvalReport:
+        """Evaluate now."""
+        ...
+
 
 class Recovery(Protocol):
     """Committed checkpoints of the whole run."""

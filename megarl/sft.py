@@ -28,8 +28,12 @@ class SupervisedTrainer(Protocol):
 
 
 def sft_optimizer(config: RunConfig) -> OptimizerConfig:
-    """Adam with the warm start's own learning rate: a short warm-up, then linearly down to nothing."""
-    changes = {"lr": config.sft.lr, "min_lr": 0.0, "decay": "linear", "warmup_steps": _WARMUP_STEPS}
+    """Adam with the warm start's own learning rate, constant after a short warm-up.
+
+    Annealing would reach a lower loss in a sharper minimum, which the first steps of RL then leave: measured on the small
+    policy, a run of 100 steps at 3e-4 fell from 36 % to nothing after a warm start that was annealed.
+    """
+    changes = {"lr": config.sft.lr, "decay": "constant", "warmup_steps": _WARMUP_STEPS}
     return config.trainer.optimizer.model_copy(update=changes)
 
 
@@ -47,7 +51,8 @@ def _batch(step: int, task: Task, renderer: Renderer, config: RunConfig, dp_size
     first = step * config.sft.batch_size
     prompts = [task.train(number) for number in range(first, first + config.sft.batch_size)]
     samples = [
-        supervised_sample(renderer.render(p.messages), renderer.answer_ids(task.answer_text(p)), p.number) for p in prompts
+        supervised_sample(renderer.render(p.messages), renderer.answer_ids(task.answer_text(p)), p.number)
+        for p in prompts
     ]
     weights = loss_weights(samples, "token_mean", config.rollout.max_tokens)
     return pack_one(samples, weights, config.trainer, dp_size=dp_size)

@@ -7,7 +7,7 @@ Every denominator of the loss is counted here, over the whole optimizer step and
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,7 @@ def loss_weights(samples: Sequence[Sample], mode: str, max_tokens: int) -> list[
     """
     counts = [sample.num_loss_tokens for sample in samples]
     tokens, sequences = sum(counts), sum(count > 0 for count in counts)
-    denominators = {
+    denominators: dict[str, Callable[[int], int]] = {
         "token_mean": lambda count: tokens,
         "sequence_mean_token_mean": lambda count: sequences * count,
         "sequence_mean_token_sum": lambda count: sequences,
@@ -146,7 +146,9 @@ def _micro_batch(samples: Sequence[Sample], weights: Sequence[float], multiple: 
         labels=_shifted([s.token_ids for s in samples], padding, np.int32, IGNORE_LABEL),
         cu_seqlens=np.concatenate([[0], np.cumsum(segments)]).astype(np.int32),
         loss_weights=_shifted(weight_parts, padding, np.float32, 0),
-        advantages=_shifted([np.full(n, s.advantage) for s, n in zip(samples, lengths, strict=True)], padding, np.float32, 0),
+        advantages=_shifted(
+            [np.full(n, s.advantage) for s, n in zip(samples, lengths, strict=True)], padding, np.float32, 0
+        ),
         rollout_logprobs=_shifted([s.rollout_logprobs for s in samples], padding, np.float32, 0),
         old_logprobs=_optional([s.old_logprobs for s in samples], padding),
         ref_logprobs=_optional([s.ref_logprobs for s in samples], padding),
@@ -161,9 +163,12 @@ def _optional(parts: Sequence[np.ndarray | None], padding: int) -> np.ndarray | 
 
 
 def _join(parts: Sequence[np.ndarray], padding: int, dtype: type) -> np.ndarray:
-    return np.concatenate([*parts, np.zeros(padding)]).astype(dtype)
+    joined: np.ndarray = np.concatenate([*parts, np.zeros(padding)]).astype(dtype)
+    return joined
 
 
 def _shifted(parts: Sequence[np.ndarray], padding: int, dtype: type, fill: int) -> np.ndarray:
     """Index t speaks of the token after t; the last position of every segment has nothing after it."""
-    return np.concatenate([np.append(part[1:], fill) for part in parts] + [np.full(padding, fill)]).astype(dtype)
+    moved = [np.append(part[1:], fill) for part in parts]
+    joined: np.ndarray = np.concatenate([*moved, np.full(padding, fill)]).astype(dtype)
+    return joined

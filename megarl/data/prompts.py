@@ -1,8 +1,8 @@
 """Tasks: where problems come from, which of them are held out, and how an answer is verified.
 
-A training stream is infinite and has random access: ``train(number)`` is a function of the run's seed and the number, so
-the position in the data is one integer. Whether a problem is held out is decided by a hash of its text, so warm start, training
-and evaluation agree on it whatever their seeds and sizes are.
+A training stream is infinite and has random access: ``train(number)`` is a function of the run's seed and the number,
+so the position in the data is one integer. Whether a problem is held out is decided by a hash of its text, so warm
+start, training and evaluation agree on it whatever their seeds and sizes are.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def make_task(config: DataConfig, seed: int) -> Task:
     if config.task.startswith(_GYM):
         return GymTask(config, seed)
     raise ValueError(
-        f"data.task ({config.task}) must be {_GYM}<dataset> or jsonl; use data.task={_GYM}chain_sum, or data.task=jsonl "
-        "with data.path=FILE for own problems"
+        f"data.task ({config.task}) must be {_GYM}<dataset> or jsonl; use data.task={_GYM}chain_sum, or "
+        "data.task=jsonl with data.path=FILE for own problems"
     )
 
 
@@ -111,7 +111,9 @@ class GymTask:
         from reasoning_gym.utils import extract_answer
 
         marked = extract_answer(answer)
-        return float(self._dataset.score_answer((answer if marked is None else marked).strip(), json.loads(prompt.target)))
+        return float(
+            self._dataset.score_answer((answer if marked is None else marked).strip(), json.loads(prompt.target))
+        )
 
     @cached_property
     def _heldout_entries(self) -> list[dict[str, Any]]:
@@ -134,8 +136,8 @@ class GymTask:
             entry: dict[str, Any] = self._dataset[index]
         except IndexError:
             raise ValueError(
-                f"data.task ({self._config.task}) must be procedural: this one is a list of {len(self._dataset)} problems; "
-                f"use data.task={_GYM}chain_sum, or write the list to a file for data.task=jsonl"
+                f"data.task ({self._config.task}) must be procedural: this one is a list of {len(self._dataset)} "
+                f"problems; use data.task={_GYM}chain_sum, or write the list to a file for data.task=jsonl"
             ) from None
         return entry
 
@@ -155,7 +157,9 @@ def _create_gym(name: str, options: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(name, seed=0, size=1, **options)
     except (TypeError, AssertionError, ValueError) as error:
         fields = ", ".join(f for f in DATASETS[name][1].__dataclass_fields__ if f not in ("seed", "size"))
-        raise ValueError(f"data.options ({options}) do not fit {_GYM}{name}: {error}; its options are {fields}") from error
+        raise ValueError(
+            f"data.options ({options}) do not fit {_GYM}{name}: {error}; its options are {fields}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ class _Row:
 
 
 class JsonlTask:
-    """An own file of problems, one ``{"prompt": ..., "answer": ...}`` a line; an answer is right when it is the same text."""
+    """An own file of problems, one ``{"prompt": ..., "answer": ...}`` a line; right is the same text."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
@@ -174,7 +178,9 @@ class JsonlTask:
         texts = {row.question for row in self._heldout}
         self._train = [row for row in train if row.question not in texts]
         if not self._train:
-            raise ValueError(f"data.path ({config.path}) must hold problems that are not in data.eval_path; it has none")
+            raise ValueError(
+                f"data.path ({config.path}) must hold problems that are not in data.eval_path; it has none"
+            )
 
     def train(self, number: int) -> Prompt:
         """Rows in file order, over and over."""
@@ -206,7 +212,8 @@ def _read_rows(path: Path | None, key: str) -> list[_Row]:
             rows.append(_Row(str(row["prompt"]), str(row["answer"])))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f'{path}, line {number} must be {{"prompt": ..., "answer": ...}} ({type(error).__name__}: {error}); mend the line'
+                f'{path}, line {number} must be {{"prompt": ..., "answer": ...}} ({type(error).__name__}: {error}); '
+                "mend the line"
             ) from error
     if not rows:
         raise ValueError(f"{key} ({path}) must hold at least one problem; it is empty")

@@ -35,8 +35,8 @@ class Renderer:
         if len(ids) > self._max_prompt_tokens:
             start = messages[-1]["content"][:60]
             raise ValueError(
-                f"a prompt of {len(ids)} tokens exceeds data.max_prompt_tokens ({self._max_prompt_tokens}): {start!r}...; "
-                f"use data.max_prompt_tokens={len(ids)}"
+                f"a prompt of {len(ids)} tokens exceeds data.max_prompt_tokens ({self._max_prompt_tokens}): "
+                f"{start!r}...; use data.max_prompt_tokens={len(ids)}"
             )
         return tuple(ids)
 

@@ -2,8 +2,9 @@
 
 Every rank is a Ray actor, so a process of its own: ``Shell`` around one object of the group's class. Methods run one
 after the other in one thread, as torch.distributed and Megatron want it: the process's main thread, unless the group
-has side methods. Those run in a second thread and so may overtake, and Ray then gives the others a thread too. A group never restarts a rank: after a failure the collective state of the
-others is worthless, and going on is the business of checkpoints.
+has side methods. Those run in a second thread and so may overtake, and Ray then gives the others a thread too.
+A group never restarts a rank: after a failure the collective state of the others is worthless, and going on is the
+business of checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import ray.exceptions
 
 import megarl
 from megarl.logs import last_lines
-from megarl.orchestration.leftovers import Leftovers
+from megarl.orchestration.local_processes import LocalProcesses
 from megarl.orchestration.rendezvous import Place, rendezvous
 from megarl.orchestration.shell import Raised, Shell
 from megarl.recovery.failure import WorkerFailed
@@ -51,19 +52,20 @@ class RayCluster:
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         self._groups: list[RayWorkers] = []
         self._given = {"CPU": 0.0, "GPU": 0.0}
-        self._leftovers = Leftovers()
+        self._local = LocalProcesses()
 
     def __enter__(self) -> Self:
         _configure_ray()
         address = os.environ.get("RAY_ADDRESS", "local")
         handler = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address=address,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            **(self._resources if address == "local" else {}),
-        )
+        with self._local.starting():
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                **(self._resources if address == "local" else {}),
+            )
         signal.signal(signal.SIGTERM, handler)  # ray.init puts its own in place
         return self
 
@@ -74,14 +76,11 @@ class RayCluster:
 
     def close(self) -> None:
         """Kill every worker and leave Ray; nothing this cluster started on this machine stays."""
-        pids = [pid for group in self._groups for pid in group.pids_on(ray.get_runtime_context().get_node_id())]
-        self._leftovers.watch(pids)
-        shared_memory = self._leftovers.shared_memory()
         for group in self._groups:
             group.kill()
-        self._groups = []
+        self._local.kill_all_but("gcs_server")  # with its server gone, ray.shutdown would wait 5 s for it
         ray.shutdown()
-        self._leftovers.remove(shared_memory)
+        self._local.end()
 
     async def workers(
         self,
@@ -123,7 +122,7 @@ class RayCluster:
         group = RayWorkers(name, actors, log_files, side_methods)
         self._groups.append(group)
         await group.build(target, args, own_device=num_gpus > 0, timeout_s=start_timeout_s)
-        self._leftovers.watch(group.pids_on(ray.get_runtime_context().get_node_id()))
+        self._local.refresh()
         return group
 
     def _reserve(self, name: str, size: int, per_rank: Mapping[str, float]) -> None:
@@ -149,7 +148,6 @@ class RayWorkers:
         self.name, self.size = name, len(actors)
         self._actors, self._log_files = actors, log_files
         self._side_methods = frozenset(side_methods)
-        self._places: list[Place] = []
         self._failure: WorkerFailed | TimeoutError | None = None
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -170,16 +168,12 @@ class RayWorkers:
     async def build(self, target: str, args: Sequence[tuple[Any, ...]], *, own_device: bool, timeout_s: float) -> None:
         """Construct the group's class on every rank; part of ``RayCluster.workers``."""
         starting = [actor.__ray_call__.remote(_place) for actor in self._actors]
-        self._places = await self._answers("start", starting, timeout_s)
-        environments = rendezvous(self._places, own_device=own_device)
+        places = await self._answers("start", starting, timeout_s)
+        environments = rendezvous(places, own_device=own_device)
         building = [
             actor.build.remote(target, args[rank], environments[rank]) for rank, actor in enumerate(self._actors)
         ]
         await self._answers("__init__", building, timeout_s)
-
-    def pids_on(self, node: str) -> list[int]:
-        """The processes of this group on one node."""
-        return [place.pid for place in self._places if place.node == node]
 
     def kill(self) -> None:
         """End every process of the group at once."""
@@ -217,7 +211,9 @@ class RayWorkers:
             answer = await ref
         except ray.exceptions.RayActorError as error:
             raise self._failed(rank, method, _how_it_died(error), died=True) from None
-        except Exception as error:  # noqa: BLE001 - a supervised process: what cannot be sent, lost objects, no memory
+        except ray.exceptions.RayTaskError as error:  # mostly a result that cannot be sent; its text is a traceback
+            raise self._failed(rank, method, str(error).strip().splitlines()[-1]) from None
+        except Exception as error:  # noqa: BLE001 - a supervised process: lost objects, a broken environment, no memory
             raise self._failed(rank, method, f"{type(error).__name__}: {_one_line(error)}") from None
         if isinstance(answer, Raised):
             raise self._failed(rank, method, answer.text)
@@ -238,7 +234,6 @@ class RayWorkers:
 def _configure_ray() -> None:
     """Settings that Ray reads from the environment only, for this process and those it starts."""
     os.environ.update(
-        RAY_gcs_rpc_server_reconnect_timeout_s="3",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",  # else `uv run` has the working directory uploaded to every worker
         RAY_prestart_worker_first_driver="0",  # every actor has its own environment, so idle workers fit none
@@ -258,7 +253,7 @@ def _place(_: Shell) -> Place:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid())
+    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
 
 
 def _one_line(error: Exception) -> str:

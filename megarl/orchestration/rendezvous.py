@@ -11,13 +11,12 @@ from dataclasses import dataclass
 class Place:
     """Where a rank lives, before torch.distributed is set up.
 
-    Example: ``Place(node="8a41", address="10.0.0.5", free_port=40123, pid=771)``
+    Example: ``Place(node="8a41", address="10.0.0.5", free_port=40123)``
     """
 
     node: str
     address: str
     free_port: int
-    pid: int
 
 
 def rendezvous(places: Sequence[Place], *, own_device: bool) -> list[dict[str, str]]:

@@ -32,7 +32,9 @@ def upcycle(source: Path, output: Path, *, experts: int, top_k: int, seed: int =
         ValueError: sizes or source do not fit; nothing is written.
     """
     if not 1 <= top_k <= experts:
-        raise ValueError(f"--top-k ({top_k}) must be between 1 and --experts ({experts}); use --top-k {min(2, experts)}")
+        raise ValueError(
+            f"--top-k ({top_k}) must be between 1 and --experts ({experts}); use --top-k {min(2, experts)}"
+        )
     if str(source) == "smollm2":
         with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
             write_smollm2(Path(folder) / "smollm2")
@@ -89,7 +91,10 @@ def _tensors(source: Path, layers: int, hidden: int, experts: int, seed: int) ->
                     yield name, tensor
                     continue
                 for expert in range(experts):
-                    yield f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_NAMES[part.split('.')[0]]}.weight", tensor.clone()
+                    yield (
+                        f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_NAMES[part.split('.')[0]]}.weight",
+                        tensor.clone(),
+                    )
     for index in range(layers):
         router = torch.randn(experts, hidden, generator=generator) * _ROUTER_STD
         yield f"model.layers.{index}.block_sparse_moe.gate.weight", router.to(dtype)

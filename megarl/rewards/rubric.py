@@ -37,7 +37,7 @@ def _call(name: str, function: RewardFunction, trajectory: Trajectory) -> float 
     """A verifier call is a boundary: whatever it raises on model output means "no reward", is logged and counted."""
     try:
         value = function(trajectory)
-    except Exception:
+    except Exception:  # noqa: BLE001 - see above
         _log.exception("reward %s failed on prompt %d", name, trajectory.prompt.number)
         return None
     return value if value is not None and math.isfinite(value) else None
@@ -71,7 +71,8 @@ def _from_file(name: str) -> RewardFunction:
     if not path.is_file():
         raise ValueError(f"rewards.name ({name}) must name an existing file; there is no {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: RewardFunction | None = getattr(module, function_name, None)

@@ -12,7 +12,7 @@ from megarl.types import EvalReport, TrajectoryGroup
 
 
 class HeldOutEvaluator:
-    """An ``Evaluator``: one answer to every held-out problem, at the first step, the last, and every so many between."""
+    """An ``Evaluator``: one answer to every held-out problem, at the first step, the last, and on schedule between."""
 
     def __init__(self, task: Task, env: Env, config: EvalConfig, *, max_steps: int, tracker: Tracker) -> None:
         self._task, self._env, self._config = task, env, config

@@ -53,7 +53,7 @@ class StreamRollouter:
                 prompts = [self._task.train(n) for n in range(number, end)]
                 await self._buffer.put(await self._groups(prompts))
                 number = end
-        except Exception as error:  # the consumer waits in take(): it must hear of it
+        except Exception as error:  # noqa: BLE001 - the consumer waits in take(): it must hear of it
             await self._buffer.fail(error)
 
     async def _groups(self, prompts: Sequence[Prompt]) -> list[TrajectoryGroup]:

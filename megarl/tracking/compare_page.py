@@ -9,6 +9,7 @@ import base64
 import io
 
 from jinja2 import Environment, StrictUndefined
+from matplotlib import rc_context
 
 from megarl.tracking.compare_text import ARROWS
 from megarl.tracking.comparison import MISSING, Comparison, number
@@ -112,5 +113,6 @@ def _rows(name: str, comparison: Comparison) -> list[dict[str, object]]:
 def _picture(name: str, comparison: Comparison) -> str:
     """An SVG as base64: as an image it cannot run anything, whatever its labels say."""
     svg = io.BytesIO()
-    overlay(name, comparison.curves()[name]).savefig(svg, format="svg", metadata={"Date": None})
+    with rc_context({"svg.hashsalt": name}):  # else the ids inside it are random
+        overlay(name, comparison.curves()[name]).savefig(svg, format="svg", metadata={"Date": None})
     return base64.b64encode(svg.getvalue()).decode("ascii")

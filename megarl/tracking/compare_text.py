@@ -24,23 +24,24 @@ def print_comparison(comparison: Comparison) -> None:
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
     if comparison.differences:
+        console.print("What differs in the configs", style="bold", highlight=False)
         console.print(_differences(comparison))
     else:
         console.print("The configs are the same.")
-    console.print()
+    console.print("\nMetrics (↑ higher is better, ↓ lower is better)", style="bold", highlight=False)
     console.print(_metrics(comparison))
 
 
 def _differences(comparison: Comparison) -> Table:
     labels = [clipped(label, _CELL) for label in comparison.labels]
-    table = _table("What differs in the configs", ["key", *labels])
+    table = _table(["key", *labels])
     for key, values in comparison.differences.items():
         table.add_row(*map(Text, (clipped(key, _CELL), *excerpts(values, _CELL))))
     return table
 
 
 def _metrics(comparison: Comparison) -> Table:
-    table = _table("Metrics (↑ higher is better, ↓ lower is better)", ["metric", "", "run"])
+    table = _table(["metric", "", "run"])
     for title in ("start", "best", "last", "area"):
         table.add_column(title, justify="right")
     for name, courses in comparison.courses.items():
@@ -57,8 +58,8 @@ def _metrics(comparison: Comparison) -> Table:
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False)
+def _table(columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     return table

@@ -34,7 +34,7 @@ class LocalTracker:
         self._config = config
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / CONFIG_FILE, record.config_yaml())
-        _replace(folder / ENVIRONMENT_FILE, "".join(f"{line}\n" for line in (*record.environment, record.commit)))
+        _replace(folder / ENVIRONMENT_FILE, record.environment_text())
         for name in (METRICS_FILE, ROLLOUTS_FILE):
             kept = [] if resumed_step is None else [r for r in read_lines(folder / name) if r["step"] <= resumed_step]
             _replace(folder / name, "".join(map(_line, kept)))

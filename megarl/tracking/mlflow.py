@@ -100,7 +100,7 @@ class _Run:
         for key, value in tags.items():
             client.set_tag(self.run_id, key, accepted_value(value, MAX_TAG))
         client.log_text(self.run_id, record.config_yaml(), CONFIG_FILE)
-        client.log_text(self.run_id, "\n".join((*record.environment, record.commit)) + "\n", ENVIRONMENT_FILE)
+        client.log_text(self.run_id, record.environment_text(), ENVIRONMENT_FILE)
 
     def _parameters(self, wanted: dict[str, str]) -> dict[str, str]:
         """Log what is new. A parameter cannot change, so what a resumed run changed is returned as a tag."""

@@ -28,6 +28,10 @@ class RunRecord:
     commit: str
     """Of megarl's own checkout; see ``environment.source_commit``."""
 
+    def environment_text(self) -> str:
+        """The environment and the commit, one line each."""
+        return "".join(f"{line}\n" for line in (*self.environment, f"git commit  {self.commit}"))
+
     def config_yaml(self) -> str:
         """The config as a file that ``megarl train`` reads."""
         return yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)

@@ -34,7 +34,7 @@ def run_summary(folder: Path, places: Places) -> str:
         "mismatch_kl": _mismatch(series(rows, "policy/mismatch_kl")),
         "time": _time(rows),
         "checkpoint": str(places.checkpoint or "none"),
-        "curves": str(places.curves or "none"),
+        "curves": str(places.curves) if places.curves and places.curves.is_file() else "none",
         "metrics": str(folder / METRICS_FILE),
         **_mlflow(places),
     }

@@ -48,9 +48,7 @@ METRICS: dict[str, Meaning] = {
     "policy/ratio": Meaning("", "neither", "Probability after over before the update; 1 with one update a step."),
     "policy/clip_low_share": Meaning("share", "neither", "Loss tokens held at 1 - clip_low."),
     "policy/clip_high_share": Meaning("share", "neither", "Loss tokens held at 1 + clip_high."),
-    "policy/importance": Meaning(
-        "", "neither", "Trainer over engine probability of the tokens, capped; about 1."
-    ),
+    "policy/importance": Meaning("", "neither", "Trainer over engine probability of the tokens, capped; about 1."),
     "policy/importance_capped_share": Meaning("share", "lower", "Tokens whose trainer/engine weight met the cap."),
     "policy/kl_to_old": Meaning("nats", "neither", "KL against the policy before the update (k3)."),
     "policy/kl_to_ref": Meaning("nats", "neither", "KL against the frozen reference (k3); 0 without a penalty."),

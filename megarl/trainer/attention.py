@@ -103,4 +103,5 @@ class PackedAttention(torch.nn.Module):
 
 def _take(x_TND: Tensor, index_BS: Tensor) -> Tensor:
     """[B, N, S, D] rows of ``x_TND``."""
-    return x_TND.index_select(0, index_BS.flatten()).unflatten(0, index_BS.shape).transpose(1, 2)
+    rows = x_TND.index_select(0, index_BS.flatten())
+    return rows.view(*index_BS.shape, *x_TND.shape[1:]).transpose(1, 2)

@@ -61,7 +61,11 @@ def load(
 def _load_rng(folder: Path, rank: int) -> None:
     ranks_saved = len(list((folder / "rng").glob("*.pt")))
     if ranks_saved != torch.distributed.get_world_size():
-        _log.warning("%d ranks saved their random state, %d load: it starts anew", ranks_saved, torch.distributed.get_world_size())
+        _log.warning(
+            "%d ranks saved their random state, %d load: it starts anew",
+            ranks_saved,
+            torch.distributed.get_world_size(),
+        )
         return
     rng = torch.load(_rng_file(folder, rank), weights_only=True)
     torch.set_rng_state(rng["torch"])

@@ -5,8 +5,8 @@ Megatron names CUDA in its own code: streams, events, ``device="cuda"``, CUDA RN
 Megatron is imported. It does nothing where CUDA is present, so the same trainer code runs on both.
 
 Nothing here changes a number: streams order work that is synchronous on a CPU anyway, and the RNG states are
-the CPU generator's. The one addition is an Adam whose step count lives in its parameter group
-(``optimizer.py``), as Transformer Engine's and apex's do, because the distributed optimizer's checkpoint expects it there.
+the CPU generator's. The Adam of ``optimizer.py`` belongs to the same story: the distributed optimizer's checkpoint
+expects the step count where Transformer Engine's and apex's keep it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "zeros_like", "empty_like", "as_tensor")
+_FACTORIES = (
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "empty_like",
+    "as_tensor",
+)
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
@@ -79,13 +91,13 @@ def _stand_in_for_streams() -> None:
     stream = _Stream()
     torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,return-value]
-    torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
+    torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def _is_cuda(device: object) -> bool:
@@ -146,7 +158,7 @@ def _patch_megatron() -> None:
     megatron_random._set_cuda_rng_state = set_rng_state
     torch.cuda.get_rng_state = get_rng_state
     torch.cuda.set_rng_state = set_rng_state  # type: ignore[assignment]
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,misc,return-value]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = splits_to_cpu

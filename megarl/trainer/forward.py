@@ -1,6 +1,6 @@
 """One pass over micro-batches through Megatron's pipeline schedules.
 
-    T tokens of a micro-batch, V/tp vocabulary columns of this rank
+T tokens of a micro-batch, V/tp vocabulary columns of this rank
 """
 
 from __future__ import annotations

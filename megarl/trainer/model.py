@@ -139,8 +139,9 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig, layout: MegatronLayout)
 def _reduce_experts_apart(model: torch.nn.Module) -> None:
     """Have expert gradients summed over the experts' own data-parallel group.
 
-    Megatron does so with EP > 1 only. With TP > 1, EP 1 and ETP 1 the tensor-parallel ranks hold whole copies of every expert,
-    each of which saw other tokens; left in the dense group their gradients would never meet and the copies drift apart.
+    Megatron does so with EP > 1 only. With TP > 1, EP 1 and ETP 1 the tensor-parallel ranks hold whole copies of every
+    expert, each of which saw other tokens; left in the dense group their gradients would never meet and the copies
+    drift apart.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -164,7 +165,9 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def load_from_hugging_face(model: torch.nn.Module, folder: Path, spec: ModelSpec, layout: MegatronLayout, rank: int) -> None:
+def load_from_hugging_face(
+    model: torch.nn.Module, folder: Path, spec: ModelSpec, layout: MegatronLayout, rank: int
+) -> None:
     """Fill every parameter of this rank, reading only the bytes it owns.
 
     Raises:
@@ -182,6 +185,7 @@ def load_from_hugging_face(model: torch.nn.Module, folder: Path, spec: ModelSpec
         for name, parameter in parameters.items():
             if tuple(parameter.shape) != tuple(shards[name].shape):
                 raise RuntimeError(
-                    f"rank {rank}: {name} has shape {tuple(parameter.shape)}, the layout says {tuple(shards[name].shape)}"
+                    f"rank {rank}: {name} has shape {tuple(parameter.shape)}, "
+                    f"the layout says {tuple(shards[name].shape)}"
                 )
             parameter.copy_(reader.read(shards[name], parameter.dtype))

@@ -64,9 +64,9 @@ def _use_group_step_adam() -> None:
     """Where neither Transformer Engine nor apex gave Megatron a FusedAdam, give it ours."""
     if distributed_optimizer.USING_TE_OPTIMIZER or distributed_optimizer.USING_APEX_OPTIMIZER:
         return
-    megatron_optimizer.Adam = GroupStepAdam  # type: ignore[misc]
+    megatron_optimizer.Adam = GroupStepAdam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed_optimizer.Adam = GroupStepAdam  # type: ignore[misc]
+    distributed_optimizer.Adam = GroupStepAdam
     distributed_optimizer.HAVE_APEX_OR_TE = True
     distributed_optimizer.USING_APEX_OPTIMIZER = True
 

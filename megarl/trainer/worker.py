@@ -138,9 +138,7 @@ class TrainerWorker:
         )
 
     def _reports(self) -> bool:
-        return bool(
-            parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     # --- weights out -----------------------------------------------------------------------------------------------
 

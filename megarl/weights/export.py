@@ -120,11 +120,7 @@ def create_files(folder: Path, plan: FilePlan) -> None:
 
 def owned_tiles(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names) -> Iterator[tuple[str, Tile]]:
     """(parameter, tile) of everything ``rank`` has to write: of equal replicas the lowest rank is the owner."""
-    taken = {
-        (tile.hf_name, tile.hf_rect)
-        for other in range(rank)
-        for _, tile in _tiles(spec, layout, other, names)
-    }
+    taken = {(tile.hf_name, tile.hf_rect) for other in range(rank) for _, tile in _tiles(spec, layout, other, names)}
     for name, tile in _tiles(spec, layout, rank, names):
         if (tile.hf_name, tile.hf_rect) not in taken:
             yield name, tile

@@ -1,9 +1,9 @@
 """One weight sync: stage, prove, pause, install, agree, publish. Or leave every engine as it was.
 
-    trainer writes the shards        -> digest of what left the trainer
-    every engine rank reads them     -> the same digest, or the sync ends here and nothing was touched
-    pause, install on every rank     -> all ranks agree on version and digests, or all of them roll back
-    publish the version, resume      -> the fixed prompts get the trainer's log-probabilities, or the run ends
+trainer writes the shards        -> digest of what left the trainer
+every engine rank reads them     -> the same digest, or the sync ends here and nothing was touched
+pause, install on every rank     -> all ranks agree on version and digests, or all of them roll back
+publish the version, resume      -> the fixed prompts get the trainer's log-probabilities, or the run ends
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SyncFailed(RuntimeError):
 class Clock(Protocol):
     """Seconds that only go forward."""
 
-    def __call__(self) -> float: ...
+    def __call__(self) -> float: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,13 +90,17 @@ def test_options_that_do_not_fit_are_refused(options: dict) -> None:
 
 def test_more_held_out_problems_than_there_are_is_refused_with_the_number_there_is() -> None:
     small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ValueError, match=r"data\.eval\.num_prompts \(64\) .*use data\.eval\.num_prompts=(\d+)") as refused:
+    with pytest.raises(
+        ValueError, match=r"data\.eval\.num_prompts \(64\) .*use data\.eval\.num_prompts=(\d+)"
+    ) as refused:
         make_task(_gym(options=small), 0).heldout()
     enough = int(str(refused.value).rpartition("=")[2])
     assert len(make_task(_gym(options=small, heldout=enough), 0).heldout()) == enough
 
 
-def test_a_task_whose_every_problem_is_held_out_is_refused_not_searched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_whose_every_problem_is_held_out_is_refused_not_searched_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("megarl.data.prompts.is_held_out", lambda question: True)
     with pytest.raises(ValueError, match="too few problems"):
         make_task(_gym(), 0)

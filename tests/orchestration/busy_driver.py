@@ -5,7 +5,6 @@ Usage: busy_driver.py LOG_FOLDER SHARED_MEMORY_FILE
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path

@@ -84,7 +84,7 @@ class Probe:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
     def map_shared_memory(self, path: str) -> None:
-        self.segment = np.memmap(path, dtype=np.uint8, mode="w+", shape=(4096,))
+        self.segment = np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 class BrokenConstructor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megarl.trainer.worker import TrainerWorker  # first: it prepares Megatron for this machine
+from megarl.trainer.worker import TrainerWorker  # isort: split - first: it prepares Megatron for this machine
 from megatron.core import parallel_state
 
 from megarl.trainer.forward import DeviceBatch, run_micro_batches

@@ -64,7 +64,9 @@ async def test_logits_equal_transformers_in_every_layout(family, models, ranks):
     expected = logits_of(model, ids)
     for layout in DENSE_LAYOUTS + (MOE_LAYOUTS if family in MOE_FAMILIES else ()):
         settings = _settings(folder, RANKS, layout)
-        found = [x for x in await ranks[RANKS].call("logits", settings, [[batch]] * RANKS, timeout_s=60) if x is not None]
+        found = [
+            x for x in await ranks[RANKS].call("logits", settings, [[batch]] * RANKS, timeout_s=60) if x is not None
+        ]
         assert len(found) == 1
         assert np.abs(found[0] - expected).max() < 1e-4, layout
 

@@ -1,0 +1,1 @@
+"""Ways for staged weights to reach the engines."""

@@ -316,7 +316,9 @@ class ShmWriter:
         try:
             source = _rectangle(params[op.src_param].detach(), op.src_rect)
         except (KeyError, IndexError) as error:
-            raise StagingError(f"trainer rank {self._rank} cannot send {op.hf_name} from {op.src_param}: {error}") from error
+            raise StagingError(
+                f"trainer rank {self._rank} cannot send {op.hf_name} from {op.src_param}: {error}"
+            ) from error
         piece = source.to(device="cpu", dtype=self._dtype).contiguous()
         _rectangle(segment.parameter(op.dst_param), op.dst_rect).copy_(piece)
         return _digest(piece)
