@@ -30,8 +30,8 @@ class SupervisedTrainer(Protocol):
 def sft_optimizer(config: RunConfig) -> OptimizerConfig:
     """Adam with the warm start's own learning rate, constant after a short warm-up.
 
-    Annealing would reach a lower loss in a sharper minimum, which the first steps of RL then leave: measured on the small
-    policy, a run of 100 steps at 3e-4 fell from 36 % to nothing after a warm start that was annealed.
+    Annealed to nothing, the small policy of the default run reached half the accuracy (36 against 66 % after 400 steps)
+    and RL at 3e-4 then destroyed it.
     """
     changes = {"lr": config.sft.lr, "decay": "constant", "warmup_steps": _WARMUP_STEPS}
     return config.trainer.optimizer.model_copy(update=changes)

@@ -12,7 +12,6 @@ from megarl.rewards import Rubric
 from megarl.rollout.buffer import GroupBuffer
 from megarl.types import Prompt, TrajectoryGroup
 
-
 _SCORING_TIMEOUT_S = 300.0
 
 

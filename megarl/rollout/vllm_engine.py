@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megarl.config import RolloutConfig
-from megarl.rollout.vllm_weights import LiveModel, Undo, WeightMismatch, loaded_shapes
+from megarl.rollout.vllm_weights import LiveModel, Undo, loaded_shapes
 from megarl.types import EngineStatus, FinishReason, GenerateRequest, Turn
 from megarl.weights.transports.shm import DTYPES, FOLDER, ShmReader, StagingArea
 
@@ -51,8 +49,11 @@ class VllmWorker:
     """
 
     def __init__(self, config: RolloutConfig, model: Path, initial_version: int | None = None) -> None:
-        """``model`` is a Hugging Face folder. Its weights are loaded and served as ``initial_version``; with None only
-        its config is read, and nothing can be sampled until weights are installed."""
+        """``model`` is a Hugging Face folder.
+
+        Its weights are loaded and served as ``initial_version``; with None only its config is read, and nothing can be
+        sampled until weights are installed.
+        """
         self._config, self._model, self._initial_version = config, model, initial_version
         self._stop_ids = stop_token_ids(model)
         self._busy = threading.Lock()
@@ -240,7 +241,7 @@ def _error_of(action: Callable[[], None]) -> str:
     """
     try:
         action()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the boundary of a supervised process
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -313,5 +314,6 @@ def _sampled_logprobs(ids: Sequence[int], rows: Sequence[Any]) -> Iterator[float
 
 def _prompt_logprobs(ids: Sequence[int], output: RequestOutput) -> list[float]:
     rows = output.prompt_logprobs
-    assert rows is not None and len(rows) == len(ids), f"{len(rows or [])} prompt log-probabilities for {len(ids)} ids"
+    assert rows is not None, "vLLM gave no prompt log-probabilities"
+    assert len(rows) == len(ids), f"{len(rows)} prompt log-probabilities for {len(ids)} ids"
     return [float(row[token].logprob) for token, row in zip(ids[1:], rows[1:], strict=True)]

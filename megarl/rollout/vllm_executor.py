@@ -14,11 +14,11 @@ RENDEZVOUS_KEY = "megarl_rendezvous"
 RANK_KEY = "megarl_rank"
 
 
-class OneRankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+class OneRankExecutor(ExecutorWithExternalLauncher):
     """Runs this process's rank; expects both keys above in vLLM's ``additional_config``."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """(init method, rank, local rank)"""
+        """Init method, rank and local rank."""
         settings = self.vllm_config.additional_config
         rank = settings[RANK_KEY]
         return f"tcp://{settings[RENDEZVOUS_KEY]}", rank, rank

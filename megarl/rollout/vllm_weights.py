@@ -53,6 +53,7 @@ class _Before:
         return cls(module, dict(module._parameters), module.__dict__.get(_PACKED_HANDLER))
 
     def restore(self) -> None:
+        """Put it back."""
         self.module._parameters.update(self.parameters)
         if self.handler is not None:
             self.module.__dict__[_PACKED_HANDLER] = self.handler
@@ -65,6 +66,7 @@ class Undo:
     befores: tuple[_Before, ...]
 
     def __call__(self) -> None:
+        """Put everything back, newest first."""
         for before in reversed(self.befores):
             before.restore()
 
@@ -126,7 +128,7 @@ class LiveModel:
 
     def _parameter(self, name: str) -> nn.Parameter:
         path, _, leaf = name.rpartition(".")
-        parameter = self._modules[path]._parameters[leaf]
+        parameter: nn.Parameter | None = self._modules[path]._parameters[leaf]
         assert parameter is not None, name
         return parameter
 
@@ -229,13 +231,13 @@ def _probe_input(columns: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(_PROBE_TOKENS, columns, generator=generator).to(dtype)
 
 
-def _linear_outputs(module: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _linear_outputs(module: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(what the module computes, what it should), both [tokens, rows of this rank]."""
     x = _probe_input(weight.shape[1], weight.dtype)
     return module.quant_method.apply(module, x, getattr(module, "bias", None)), functional.linear(x, weight, bias)
 
 
-def _experts_outputs(module: nn.Module, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+def _experts_outputs(module: Any, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """The same for experts ([E, 2I, H] and [E, H, I] of this rank), token t going to experts t and t + 1 alone."""
     num_experts, _, hidden = w13.shape
     x = _probe_input(hidden, w13.dtype)

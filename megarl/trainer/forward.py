@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from megarl_kernels.logprob import LogprobOut, logprob_entropy
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.trainer.attention import PackedSegments, pack_segments
 from megarl.types import MicroBatch
+from megarl_kernels.logprob import LogprobOut, logprob_entropy
 
 Loss = Callable[[Tensor, "DeviceBatch"], tuple[Tensor, Any]]
 """From logits_TV (this rank's vocabulary columns) and the micro-batch to (scalar loss, what to report)."""

@@ -18,8 +18,8 @@ class RMSNorm(torch.nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` (Zhang & Sennrich 2019, arXiv:1910.07467), statistics in fp32.
 
     Megatron's own wrapper refuses sequence parallelism. Here the weight carries ``sequence_parallel``, so that Megatron
-    sums its gradient over the tensor-parallel ranks, each of which saw other tokens. apex's fused kernel is used on GPUs
-    where it is installed.
+    sums its gradient over the tensor-parallel ranks, each of which saw other tokens. On GPUs apex's fused kernel
+    is used where it is installed.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megarl.trainer.worker import TrainerWorker  # isort: split - first: it prepares Megatron for this machine
+
+from megarl.trainer.worker import TrainerWorker  # first: it prepares Megatron for this machine
+
+# isort: split
 from megatron.core import parallel_state
 
 from megarl.trainer.forward import DeviceBatch, run_micro_batches
-from megarl.trainer.settings import WorkerSettings
 from megarl.trainer.model import bare, parameter_names
+from megarl.trainer.settings import WorkerSettings
 from megarl.types import MicroBatch
 from megarl.weights.mappings import Rect
 from megarl.weights.megatron_layout import megatron_params

@@ -251,14 +251,14 @@ class _Segment:
         return self._bytes[slot.offset : end].view(self._dtype).view(slot.shape)
 
     def versions(self) -> dict[int, int]:
-        """{trainer rank: version it wrote last}"""
+        """The version each trainer rank wrote last."""
         return dict(zip(self.layout.sources, self._versions.tolist(), strict=True))
 
     def set_version(self, source: int, version: int) -> None:
         self._versions[self.layout.sources.index(source)] = version
 
     def digests(self) -> dict[int, bytes]:
-        """{op number: digest its writer took}"""
+        """The digest each op's writer took, by the op's number."""
         table = self._digests.numpy()
         return {number: bytes(table[row]) for row, number in enumerate(self.layout.op_numbers)}
 
@@ -278,7 +278,7 @@ def _rectangle(tensor: Tensor, rect: Rect) -> Tensor:
 
 
 def _digest(contiguous: Tensor) -> bytes:
-    return blake3(contiguous.view(-1).view(torch.uint8).numpy()).digest(_DIGEST_BYTES)
+    return blake3(contiguous.view(-1).view(torch.uint8).numpy().data).digest(_DIGEST_BYTES)
 
 
 # --- trainer side ----------------------------------------------------------------------------------------------------
