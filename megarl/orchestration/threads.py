@@ -8,6 +8,11 @@ wait and the other way round, so a lone engine takes ``thread_env(cores, 1)`` an
 ``thread_env(cores, 2)`` each, on the same cores. That is safe since the threads of both sleep while the other computes:
 a passive thread at once, a lone process's after its short spin. An asynchronous run computes on both sides and counts
 all of them together.
+
+Measured on 2 cores, engine and two trainer ranks in turn, milliseconds for eight products [64, 512] x [512, 512], best
+of 30 rounds: the engine 2.3 as chosen here, 3.2 with two passive threads, 3.1 with one; the trainer ranks 3.5 as
+chosen, 65 with the default settings. On a machine that others keep busy too, two passive threads hold their 3.5 while
+bound ones wait for whoever sits on their core (median 6.5).
 """
 
 from __future__ import annotations

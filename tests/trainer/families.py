@@ -10,7 +10,7 @@ import torch
 
 VOCAB = 131  # odd: tensor parallelism has to pad it
 _BASE: dict[str, Any] = {
-    "hidden_size": 64,
+    "hidden_size": 128,  # heads x head_dim: vLLM does not ask Qwen2 for its head_dim
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
