@@ -153,11 +153,6 @@ class ModelSpec:
                 f"num_attention_heads ({self.heads}) must be a multiple of num_key_value_heads ({self.kv_heads}); "
                 "take the config.json that belongs to the weights"
             )
-        if self.family == "qwen2" and self.head_dim * self.heads != self.hidden:
-            raise ValueError(
-                f"head_dim ({self.head_dim}) of a qwen2 model must be hidden_size / num_attention_heads "
-                f"({self.hidden // self.heads}): the engine does not read it from config.json; take a model for which it holds"
-            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embeddings turn pairs; use an even one")
         if self.top_k > self.experts:
