@@ -198,9 +198,10 @@ class RayWorkers:
             if first:
                 await asyncio.wait(tasks, timeout=_BLAME_S)
             died = [failure for failure in _failures(tasks) if failure.died]
-            self._failure = next(iter(died + first), None) or self._overdue(method, tasks, timeout_s)
-            if self._failure is not None:
-                raise self._failure
+            failure = next(iter(died + first), None) or self._overdue(method, tasks, timeout_s)
+            if failure is not None:
+                self._failure = failure
+                raise failure
             return [task.result() for task in tasks]
         finally:
             for task in tasks:

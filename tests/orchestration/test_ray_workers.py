@@ -113,6 +113,20 @@ def test_a_rank_that_raises_fails_the_call_at_once_and_ends_the_group(cluster, l
     assert "unusable" in again.value.__notes__[0]
 
 
+def test_a_side_call_that_succeeds_after_a_failure_does_not_revive_the_group(cluster, log_folder):
+    group = start(cluster, log_folder, "halved", size=1, side_methods=("sleep",))
+
+    async def fail_while_sleeping() -> None:
+        sleeping = asyncio.create_task(group.call("sleep", 1.0, timeout_s=20.0))
+        with pytest.raises(WorkerFailed):
+            await group.call("fail_if_rank", 0, timeout_s=20.0)
+        assert await sleeping == ["slept"]
+
+    asyncio.run(fail_while_sleeping())
+    with pytest.raises(WorkerFailed):
+        call(group, "rank")
+
+
 def test_a_killed_rank_is_named_even_when_its_peers_complain_first(cluster, log_folder):
     group = start(cluster, log_folder, "dying")
     started = time.monotonic()
