@@ -76,9 +76,9 @@ class RayCluster:
 
     def close(self) -> None:
         """Kill every worker and leave Ray; nothing this cluster started on this machine stays."""
-        for group in self._groups:
-            group.kill()
         self._local.kill_all_but("gcs_server")  # with its server gone, ray.shutdown would wait 5 s for it
+        for group in self._groups:
+            group.kill()  # what runs on other machines
         ray.shutdown()
         self._local.end()
 

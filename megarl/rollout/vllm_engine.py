@@ -89,7 +89,7 @@ class VllmWorker:
         """Stop the engine and remove the shared memory its ranks talked through."""
         with self._busy:
             self._engine.engine_core.shutdown()
-        for path in FOLDER.glob(f"vllm_dist_{self._port}-*"):
+        for path in FOLDER.glob(f"{self._port}-*-cpushm_*"):
             path.unlink(missing_ok=True)
 
     # --- sampling --------------------------------------------------------------------------------------------------
