@@ -37,7 +37,7 @@ from megarl.weights.spec import ModelSpec
 from megarl.weights.sync import BridgeSync, Bytes
 from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
 
-_PROBE_PROMPTS = 8
+_PROBE_PROMPTS = 4
 _BF16_TOLERANCE = 0.25
 """Largest log-probability difference between two right bf16 implementations; in fp32 the config's tolerance holds."""
 

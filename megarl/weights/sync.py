@@ -8,6 +8,7 @@ publish the version, resume      -> the fixed prompts get the trainer's log-prob
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,8 +119,10 @@ class BridgeSync:
 
     async def _probe(self, version: int) -> float:
         """Largest difference between engine and trainer on the fixed prompts."""
-        engine = await self._engine.score(self._probe_sequences)
-        trainer = await self._trainer.score(_as_samples(self._probe_sequences), temperature=1.0)
+        engine, trainer = await asyncio.gather(
+            self._engine.score(self._probe_sequences),
+            self._trainer.score(_as_samples(self._probe_sequences), temperature=1.0),
+        )
         difference = max(
             float(np.max(np.abs(np.asarray(ours[1:]) - np.asarray(theirs))))
             for ours, theirs in zip(trainer, engine, strict=True)

@@ -71,7 +71,7 @@ def _write_dense_model(folder: Path) -> None:
 
 def test_a_policy_is_made_warm_started_trained_evaluated_exported_and_compared(tmp_path: Path) -> None:
     random, warm, exported = tmp_path / "random", tmp_path / "warm", tmp_path / "exported"
-    _well(command("init", tmp_path, config=ROOT / "configs/moe_grpo_cpu.yaml")[:5] + [str(random)])
+    _well([*command("init", tmp_path)[:5], str(random)])
     text = _well(
         command("sft", tmp_path, f"trainer.model={random}", f"sft.output={warm}", "sft.steps=3", "sft.batch_size=16")
     )
@@ -94,8 +94,10 @@ def test_a_policy_is_made_warm_started_trained_evaluated_exported_and_compared(t
     _well(command("train", tmp_path, *again))
     pictures = tmp_path / "comparison"
     text = _well(
-        [*command("train", tmp_path)[:3], "compare", str(tmp_path / "moe-grpo"), str(tmp_path / "again")]
-        + ["--output", str(pictures)]
+        [
+            *command("train", tmp_path)[:3],
+            *("compare", str(tmp_path / "moe-grpo"), str(tmp_path / "again"), "--output", str(pictures)),
+        ]
     )
     assert "trainer.optimizer.lr" in text
     assert "reward/mean" in text
