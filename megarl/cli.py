@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from megarl import __version__
-from megarl.config import ConfigError, RunConfig, load
+from megarl.config import RunConfig, load
+from megarl.config_errors import ConfigError
 
 _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _CONFIG = click.argument("config", type=click.Path(path_type=Path))

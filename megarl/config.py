@@ -469,7 +469,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         value = _parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{key} ({text}) must be a YAML value: {_one_line(error)}; use quotes around text, such as {key}='\"{text}\"'"
+            f"{key} ({text}) must be a YAML value: {_one_line(error)}; "
+            f"use quotes around text, such as {key}='\"{text}\"'"
         ) from None
     node: Any = raw
     for depth, part in enumerate(parents):

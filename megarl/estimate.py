@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from megarl.config import RunConfig
 from megarl.precision import RECIPES
+from megarl.trainer.settings import layout_of
 from megarl.weights.engine_layout import EngineLayout, engine_params
 from megarl.weights.megatron_layout import MegatronLayout, megatron_params
-from megarl.trainer.settings import layout_of
 from megarl.weights.spec import ModelSpec
 
 GIB = 2**30
 _ACTIVATION_BYTES = 34
-"""Per token, hidden unit and layer in 16 bit with flash attention (Korthikanti et al. 2022, arXiv:2205.05198, eq. 2)."""
+"""Per token, hidden unit and layer, in 16 bit with flash attention: Korthikanti et al. 2022 (arXiv:2205.05198)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ def describe(config: RunConfig, spec: ModelSpec) -> str:
     """The plan as text: layout, memory, batch arithmetic."""
     sizes, rollout, need = config.trainer.parallel, config.rollout, estimate(config, spec)
     sequences = config.prompts_per_step * config.group_size
+    per_update = sequences // config.algorithm.updates_per_step
     experts = f", {spec.experts} experts, top-{spec.top_k}" if spec.experts else ""
     longest = min(rollout.max_model_len, config.data.max_prompt_tokens + rollout.max_tokens)
     rows = [
@@ -108,9 +109,8 @@ def describe(config: RunConfig, spec: ModelSpec) -> str:
         "batch",
         f"  {config.prompts_per_step} prompts x {config.group_size} samples = {sequences} sequences a step, at most "
         f"{sequences * longest:,} tokens",
-        f"  {config.algorithm.updates_per_step} update(s) of {sequences // config.algorithm.updates_per_step} sequences; "
-        f"{sequences // config.algorithm.updates_per_step // sizes.dp} for each of {sizes.dp} data-parallel rank(s), "
-        f"packed to at most {config.trainer.max_tokens_per_micro_batch:,} tokens",
+        f"  {config.algorithm.updates_per_step} update(s) of {per_update} sequences; {per_update // sizes.dp} for each of "
+        f"{sizes.dp} data-parallel rank(s), packed to at most {config.trainer.max_tokens_per_micro_batch:,} tokens",
         f"  {config.max_steps} steps = {config.max_steps * config.prompts_per_step:,} prompts",
     ]
     return "\n".join(rows)

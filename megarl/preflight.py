@@ -6,14 +6,19 @@ Cross-field rules that need no file are in ``config.py``. Nothing here imports t
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from megarl.config import ConfigError, RunConfig
+from megarl.config import RunConfig
+from megarl.config_errors import ConfigError
 from megarl.data.prompts import make_task
 from megarl.precision import RECIPES
 from megarl.rewards import make_rewards
 from megarl.weights.hf_files import check_folder
 from megarl.weights.spec import ModelSpec
+
+T = TypeVar("T")
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention."""
@@ -43,8 +48,8 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
     return spec
 
 
-def _refused(action):  # type: ignore[no-untyped-def]
-    """Run ``action``; its ValueError is the user's mistake."""
+def _refused(action: Callable[[], T]) -> T:
+    """The result of ``action``; its ValueError is the user's mistake."""
     try:
         return action()
     except ConfigError:
@@ -101,6 +106,12 @@ def _check_engine_sizes(config: RunConfig, spec: ModelSpec) -> None:
             f"{key} ({size}) must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them; "
             f"use {key}={spec.kv_heads}"
         )
+    if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
+        raise ConfigError(
+            f"trainer.model ({config.trainer.model}) has head_dim {spec.head_dim}, and vLLM takes hidden_size / "
+            f"num_attention_heads ({spec.hidden // spec.heads}) for a qwen2 model: "
+            "use a model for which they are the same"
+        )
     width = spec.expert_ffn if spec.experts else spec.ffn
     _divides(key, size, "expert width" if spec.experts else "feed-forward width", width)
     if has_gpu():
@@ -112,8 +123,8 @@ def _check_engine_sizes(config: RunConfig, spec: ModelSpec) -> None:
         )
     if spec.experts and (spec.hidden % CPU_MOE_MULTIPLE or (width // size) % CPU_MOE_MULTIPLE):
         raise ConfigError(
-            f"{key} ({size}) must leave hidden size ({spec.hidden}) and expert width per rank ({width // size}) multiples "
-            f"of {CPU_MOE_MULTIPLE}: vLLM's CPU expert kernel works in such blocks; use {key}=1"
+            f"{key} ({size}) must leave hidden size ({spec.hidden}) and expert width per rank ({width // size}) "
+            f"multiples of {CPU_MOE_MULTIPLE}: vLLM's CPU expert kernel works in such blocks; use {key}=1"
         )
 
 

@@ -1,7 +1,8 @@
 """Packing: samples to micro-batches of bounded length, equally many for every data-parallel rank.
 
-Every denominator of the loss is counted here, over the whole optimizer step and before anything is computed, and goes into
-``loss_weights``. So the loss is one sum, and does not depend on how the step was cut into micro-batches or spread over ranks.
+Every denominator of the loss is counted here, over the whole optimizer step and before anything is computed, and goes
+into ``loss_weights``. So the loss is one sum, and does not depend on how the step was cut into micro-batches or spread
+over ranks.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def pack_for_scoring(samples: Sequence[Sample], trainer: TrainerConfig, *, dp_si
 
 
 def loss_weights(samples: Sequence[Sample], mode: str, max_tokens: int) -> list[float]:
-    """The weight of each loss token of each sample; a sample without loss tokens has weight 0 and no part in denominators.
+    """The weight of each loss token of each sample; one without loss tokens has weight 0 and no part in denominators.
 
-    token_mean 1 / all tokens; sequence_mean_token_mean 1 / (sequences x own tokens); sequence_mean_token_sum 1 / sequences;
-    constant 1 / (sequences x max_tokens), Dr.GRPO (arXiv:2503.20783).
+    token_mean 1 / all tokens; sequence_mean_token_mean 1 / (sequences x own tokens); sequence_mean_token_sum
+    1 / sequences; constant 1 / (sequences x max_tokens), Dr.GRPO (arXiv:2503.20783).
     """
     counts = [sample.num_loss_tokens for sample in samples]
     tokens, sequences = sum(counts), sum(count > 0 for count in counts)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.weights.folders import appearing
 from megarl.policies.smollm2 import write_smollm2
+from megarl.weights.folders import appearing
 from megarl.weights.spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Export to Hugging Face safetensors: every trainer rank writes its own rectangles into files laid out beforehand.
 
-All shapes are known from the model's spec, so the headers can be written before any weight moves. The driver makes the files
-at their full size (``create_files``), each rank maps them and fills in what it owns (``owned_tiles``, ``write_tiles``), and
-the driver publishes the folder by one rename. No process ever holds more than its own shard.
+All shapes are known from the model's spec, so the headers can be written before any weight moves. The driver makes the
+files at their full size (``create_files``), each rank maps them and fills in what it owns (``owned_tiles``,
+``write_tiles``), and the driver publishes the folder by one rename. No process ever holds more than its own shard.
 """
 
 from __future__ import annotations

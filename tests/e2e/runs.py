@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/moe_grpo_cpu.yaml"
-SHARED_MEMORY = Path("/dev/shm")
+TINY = ROOT / "examples/policies/tiny_moe"
+NAME = "moe-grpo"
+SHARED_MEMORY = "/dev/shm/"
 RUN_S = 150
 """Deadline of a short run; it takes some 30 s on two idle cores."""
 
@@ -29,21 +32,38 @@ CUT = (
     "data.eval.every=2",
     "recovery.every=2",
     "tracking.rollouts_every=1",
-    "tracking.rollouts_per_table=4",
+    "tracking.rollouts_per_table=128",
 )
-"""The default run, cut to what a test can wait for."""
+"""The default run, cut to what a test can wait for; every rollout is recorded."""
+SHORT = (*CUT, "max_steps=2", "tracking.mlflow.enabled=false", "data.eval.num_prompts=16")
 
 
-def command(verb: str, output: Path, *overrides: str, config: Path = CONFIG) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+    text: str
+    """What it printed."""
+
+
+def command(verb: str, output: Path, *overrides: str, arguments: tuple[str, ...] = ()) -> list[str]:
     """``megarl verb`` on the default config, writing below ``output``."""
-    return [sys.executable, "-m", "megarl.cli", verb, str(config), f"output={output}", *overrides]
+    return [sys.executable, "-m", "megarl.cli", verb, str(CONFIG), *arguments, f"output={output}", *overrides]
 
 
-def megarl(*arguments: str, timeout_s: float = RUN_S) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    with started(list(arguments)) as process:
+def printed(arguments: list[str], timeout_s: float = RUN_S) -> str:
+    """What a command prints that has to go well."""
+    with started(arguments) as process:
         out, err = process.communicate(timeout=timeout_s)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    assert process.returncode == 0, err
+    return out
+
+
+def trained(output: Path, *overrides: str) -> Run:
+    """A run of ``megarl train`` to its end."""
+    text = printed(command("train", output, *overrides))
+    return Run(output / NAME, text)
 
 
 @contextmanager
@@ -63,7 +83,7 @@ def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = RUN_S) -> Any:
@@ -75,6 +95,16 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = RUN_S
             return found
         time.sleep(0.02)
     raise AssertionError(f"no {what} within {timeout_s:g} s")
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], Any], what: str) -> Any:
+    """``wait_until`` while ``process`` runs; when it ends before, the test fails with what it said."""
+    found = wait_until(lambda: condition() or (process.poll() is not None and "ended"), what)
+    assert found != "ended", f"no {what}: {process.communicate()}"
+    return found
+
+
+# --- what a run records ----------------------------------------------------------------------------------------------
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
@@ -96,30 +126,79 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes below a command."""
-    return psutil.Process(process.pid).children(recursive=True)
+def newest_checkpoint(run: Path) -> int:
+    """Its step; 0 when there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")), default=0)
 
 
-def workers(process: subprocess.Popen[str], run: Path, name: str) -> list[psutil.Process]:
-    """The worker processes whose output goes to ``<run>/logs/<name>-*.log``."""
-    found = []
-    for child in family(process):
-        try:
-            if any(f"{run}/logs/{name}-" in file.path for file in child.open_files()) and "ray::" in child.cmdline()[0]:
-                found.append(child)
-        except (psutil.Error, IndexError):
-            continue
+def assert_proven(run: Path, steps: int) -> None:
+    """Every sync was proven by log-probabilities, and engine and trainer agree on what was sampled."""
+    rows = metrics(run)
+    assert max(rows) == steps
+    for step in range(1, steps + 1):
+        assert rows[step]["sync/probe_max_diff"] < 1e-4
+        assert rows[step]["policy/mismatch_kl"] < 1e-6
+
+
+# --- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What a command has started and mapped, to be looked for when it is over."""
+
+    processes: list[psutil.Process]
+    segments: set[Path]
+    """Its files in /dev/shm."""
+
+
+def traces(process: subprocess.Popen[str]) -> Traces:
+    """Of a run, as soon as its ranks have mapped the weights' shared memory."""
+    found: Traces = wait_for(process, lambda: _traces(process), "three ranks that share weights")
     return found
 
 
-def segments() -> set[Path]:
-    """Shared memory that a run of megarl makes."""
-    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("megarl-") or "cpushm" in path.name}
+def _traces(process: subprocess.Popen[str]) -> Traces | None:
+    processes = psutil.Process(process.pid).children(recursive=True)
+    mapped = [_mapped(child.pid) for child in processes]
+    weights = f"megarl-{NAME}-{process.pid}-"
+    if sum(any(path.name.startswith(weights) for path in paths) for paths in mapped) < 3:
+        return None
+    return Traces(processes, set().union(*mapped))
 
 
-def assert_gone(processes: list[psutil.Process], before: set[Path], timeout_s: float = 10) -> None:
-    """No process and no segment of a run is left."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+def assert_no_process(left: Traces, timeout_s: float = 10) -> None:
+    """All processes are gone soon."""
+    _, alive = psutil.wait_procs(left.processes, timeout=timeout_s)
     assert not alive, alive
-    wait_until(lambda: segments() <= before, "end of the run's shared memory", timeout_s)
+
+
+def assert_nothing(left: Traces, timeout_s: float = 10) -> None:
+    """All processes are gone soon, and then all shared memory is."""
+    assert_no_process(left, timeout_s)
+    assert not [path for path in left.segments if path.exists()]
+
+
+def worker(process: subprocess.Popen[str], run: Path, name: str) -> psutil.Process:
+    """The process whose output goes to ``<run>/logs/<name>.log``."""
+    log = str(run / "logs" / f"{name}.log")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if _name(child).startswith("ray::Shell") and os.path.realpath(f"/proc/{child.pid}/fd/1") == log:
+            return child
+    raise AssertionError(f"no process writes to {log}")
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _mapped(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+    return {Path(path) for path in paths if not path.endswith(" (deleted)")}

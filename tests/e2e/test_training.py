@@ -3,101 +3,131 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from megarl.tracking.mlflow_names import accepted_name, accepted_value
+from megarl.tracking.record import flatten
 from tests.e2e.runs import (
     CUT,
+    NAME,
     RUN_S,
-    assert_gone,
+    Run,
+    assert_no_process,
+    assert_nothing,
+    assert_proven,
     command,
-    family,
-    megarl,
     metrics,
+    newest_checkpoint,
     numbers,
-    segments,
     started,
-    wait_until,
+    traces,
+    wait_for,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_S + 60)]
 
-NAME = "moe-grpo"
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """(folder, printed text) of a run that nothing disturbed."""
-    output = tmp_path_factory.mktemp("whole")
-    done = megarl(*command("train", output, *CUT))
-    assert done.returncode == 0, done.stderr
-    return output / NAME, done.stdout
-
-
-def test_every_step_has_a_reward_and_engine_and_trainer_agree(whole: tuple[Path, str]) -> None:
-    rows = metrics(whole[0])
+def test_every_step_has_a_reward_and_engine_and_trainer_agree(whole: Run) -> None:
+    rows = metrics(whole.folder)
     assert sorted(rows) == [0, 1, 2, 3, 4]
+    assert_proven(whole.folder, 4)
     for step in (1, 2, 3, 4):
         assert 0.0 < rows[step]["reward/mean"] < 1.0
-        assert rows[step]["policy/mismatch_kl"] < 1e-6
-        assert rows[step]["sync/probe_max_diff"] < 1e-4
         assert rows[step]["staleness/max"] == 0
     assert [step for step in rows if "eval/accuracy" in rows[step]] == [0, 2, 4]
 
 
-def test_every_sampled_turn_carries_the_version_of_its_step(whole: tuple[Path, str]) -> None:
-    rollouts = [json.loads(line) for line in (whole[0] / "rollouts.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in rollouts} == {1, 2, 3, 4}
+def test_every_sampled_turn_carries_the_version_of_its_step(whole: Run) -> None:
+    rollouts = [json.loads(line) for line in (whole.folder / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rollouts] == [step for step in (1, 2, 3, 4) for _ in range(128)]
     assert all(row["version"] == row["step"] - 1 for row in rollouts)
 
 
-def test_a_run_leaves_its_curves_its_environment_and_its_checkpoints(whole: tuple[Path, str]) -> None:
-    folder, _ = whole
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "Megatron-Core" in (folder / "environment.txt").read_text()
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+def test_a_run_leaves_its_curves_its_environment_and_its_checkpoints(whole: Run) -> None:
+    assert (whole.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "Megatron-Core" in (whole.folder / "environment.txt").read_text()
+    assert sorted(path.name for path in (whole.folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
-def test_the_summary_says_what_a_person_wants_to_know(whole: tuple[Path, str]) -> None:
-    _, text = whole
-    assert "step 4/4" in text
-    for words in ("held-out accuracy", "mismatch_kl", "time", "step-000004", "curves.png", "mlflow ui"):
-        assert words in text
+def test_the_summary_says_what_a_person_wants_to_know(whole: Run) -> None:
+    rows = metrics(whole.folder)
+    assert "step 4/4" in whole.text
+    assert f"{rows[0]['eval/accuracy']:.1%} -> {rows[4]['eval/accuracy']:.1%}" in whole.text
+    assert f"mlflow ui --backend-store-uri sqlite:///{whole.folder.parent / 'mlflow.db'}" in whole.text
+    for words in ("mismatch_kl", "time", str(whole.folder / "checkpoints/step-000004"), "curves.png"):
+        assert words in whole.text
 
 
-def test_mlflow_has_the_run_with_its_metrics_and_config(whole: tuple[Path, str]) -> None:
+def _mlflow_run(output: Path) -> tuple[Any, Any]:
+    """(client, the only run in the store)"""
     from mlflow import MlflowClient
 
-    folder, _ = whole
-    client = MlflowClient(f"sqlite:///{folder.parent / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{output / 'mlflow.db'}")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    return client, run
+
+
+def test_mlflow_has_the_run_with_its_metrics_config_and_environment(whole: Run) -> None:
+    client, run = _mlflow_run(whole.folder.parent)
     assert run.info.status == "FINISHED"
+    config = flatten(yaml.safe_load((whole.folder / "config.yaml").read_text()))
+    assert run.data.params == {accepted_name(key): accepted_value(value) for key, value in config.items()}
     assert run.data.params["trainer.optimizer.lr"] == "0.0003"
-    history = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")}
-    assert history == {step: row["reward/mean"] for step, row in metrics(folder).items() if step}
-    assert {"config.yaml", "curves.png", "environment.txt"} <= {a.path for a in client.list_artifacts(run.info.run_id)}
+    recorded: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for point in client.get_metric_history(run.info.run_id, name):
+            recorded.setdefault(point.step, {"step": point.step})[name] = point.value
+    assert recorded == metrics(whole.folder)
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "curves.png", "environment.txt", "rollouts"} <= files
 
 
-@pytest.mark.parametrize("moment", ["in the middle of a step", "while a checkpoint is written"])
+def _kill_driver(process: subprocess.Popen[str]) -> None:
+    process.kill()
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("half_done", "kill"),
+    [("step", _kill_driver), ("checkpoint", _kill_group)],
+    ids=["driver in a step", "group while a checkpoint is written"],
+)
 def test_a_killed_run_goes_on_with_exactly_the_same_numbers(
-    moment: str, whole: tuple[Path, str], tmp_path: Path
+    half_done: str, kill: Callable[[subprocess.Popen[str]], None], whole: Run, tmp_path: Path
 ) -> None:
-    before = segments()
     arguments, folder = command("train", tmp_path, *CUT), tmp_path / NAME
     with started(arguments) as process:
-        checkpoints = folder / "checkpoints"
-        if moment == "in the middle of a step":
-            wait_until(lambda: 3 in metrics(folder), "third step")
+        if half_done == "step":
+            wait_for(process, lambda: 3 in metrics(folder), "third step")
         else:
-            wait_until(lambda: list(checkpoints.glob(".step-000002.tmp-*")), "half-done checkpoint")
-        children = family(process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert_gone(children, before | segments())
-    done = megarl(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole[0])
-    assert segments() <= before
+            wait_for(process, lambda: list(folder.glob("checkpoints/.step-000004.tmp-*")), "half-done checkpoint")
+        killed = traces(process)
+        kill(process)
+        process.communicate()
+        assert_no_process(killed)
+    assert newest_checkpoint(folder) == 2
+    assert (4 in metrics(folder)) == (half_done == "checkpoint")
+    _, before = _mlflow_run(tmp_path)
+
+    with started(arguments) as process:
+        continued = traces(process)
+        out, err = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0, err
+    assert "step 3/4" in out
+    assert "step 2/4" not in out
+    assert numbers(folder) == numbers(whole.folder)
+    assert_nothing(killed)
+    assert_nothing(continued)
+    _, after = _mlflow_run(tmp_path)
+    assert (after.info.run_id, after.info.status) == (before.info.run_id, "FINISHED")
