@@ -109,8 +109,9 @@ def describe(config: RunConfig, spec: ModelSpec) -> str:
         "batch",
         f"  {config.prompts_per_step} prompts x {config.group_size} samples = {sequences} sequences a step, at most "
         f"{sequences * longest:,} tokens",
-        f"  {config.algorithm.updates_per_step} update(s) of {per_update} sequences; {per_update // sizes.dp} for each of "
-        f"{sizes.dp} data-parallel rank(s), packed to at most {config.trainer.max_tokens_per_micro_batch:,} tokens",
+        f"  {config.algorithm.updates_per_step} update(s) of {per_update} sequences; "
+        f"{per_update // sizes.dp} for each of {sizes.dp} data-parallel rank(s)",
+        f"  micro-batches of at most {config.trainer.max_tokens_per_micro_batch:,} tokens",
         f"  {config.max_steps} steps = {config.max_steps * config.prompts_per_step:,} prompts",
     ]
     return "\n".join(rows)

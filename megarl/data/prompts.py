@@ -151,14 +151,16 @@ def _create_gym(name: str, options: dict[str, Any]) -> Any:
 
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {_GYM}{close[0]}?" if close else f"use {_GYM}chain_sum"
+        hint = f"did you mean {_GYM}{close[0]}? use" if close else "use"
+        hint += f" data.task={_GYM}{close[0] if close else 'chain_sum'}"
         raise ValueError(f"data.task ({_GYM}{name}) must be a dataset of reasoning-gym; {hint}")
     try:
         return reasoning_gym.create_dataset(name, seed=0, size=1, **options)
     except (TypeError, AssertionError, ValueError) as error:
         fields = ", ".join(f for f in DATASETS[name][1].__dataclass_fields__ if f not in ("seed", "size"))
         raise ValueError(
-            f"data.options ({options}) do not fit {_GYM}{name}: {error}; its options are {fields}"
+            f"data.options ({options}) do not fit {_GYM}{name}: {error}; its options are {fields}; "
+            "use data.options={} for its own defaults"
         ) from error
 
 

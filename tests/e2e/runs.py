@@ -86,22 +86,16 @@ def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = RUN_S) -> Any:
-    """The first true answer of ``condition``."""
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], Any], what: str, timeout_s: float = RUN_S) -> Any:
+    """The first true answer of ``condition`` while ``process`` runs."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = condition()
         if found:
             return found
+        assert process.poll() is None, f"ended without {what}: {process.communicate()}"
         time.sleep(0.02)
     raise AssertionError(f"no {what} within {timeout_s:g} s")
-
-
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], Any], what: str) -> Any:
-    """``wait_until`` while ``process`` runs; when it ends before, the test fails with what it said."""
-    found = wait_until(lambda: condition() or (process.poll() is not None and "ended"), what)
-    assert found != "ended", f"no {what}: {process.communicate()}"
-    return found
 
 
 # --- what a run records ----------------------------------------------------------------------------------------------

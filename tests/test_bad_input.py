@@ -1,0 +1,162 @@
+"""A mistake of the user's is refused before anything starts: one message, with a way out that works, and status 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import load
+from megarl.config_errors import ConfigError
+from megarl.preflight import check
+from tests.e2e.runs import CONFIG, ROOT
+
+TINY = ROOT / "examples/policies/tiny_moe"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *overrides: str, verb: str = "train") -> str:
+    """What ``megarl train`` says; it must end with status 2 and without a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main([verb, str(CONFIG), *overrides])
+    text = capsys.readouterr().err
+    assert ended.value.code == 2, text
+    assert "Traceback" not in text
+    return text
+
+
+CASES = {
+    "an unknown key": (["rollout.temprature=1.0"], ["rollout.temprature", "temperature"]),
+    "an unknown section": (["rolout.temperature=1.0"], ["rolout", "rollout"]),
+    "a wrong type": (["max_steps=many"], ["max_steps", "many"]),
+    "a wrong choice": (["algorithm.name=gropo"], ["algorithm.name", "gropo", "grpo"]),
+    "a number out of range": (["trainer.optimizer.lr=-1"], ["trainer.optimizer.lr", "-1"]),
+    "a world that does not divide": (["trainer.parallel.world_size=3"], ["trainer.parallel.world_size", "3"]),
+    "tp that the heads do not divide by": (
+        ["trainer.parallel.world_size=8", "trainer.parallel.tp=8"],
+        ["trainer.parallel.tp", "8"],
+    ),
+    "pp that the layers do not divide by": (
+        ["trainer.parallel.world_size=6", "trainer.parallel.pp=3", "trainer.parallel.tp=2", "trainer.parallel.ep=1"],
+        ["trainer.parallel.pp", "3"],
+    ),
+    "ep that the experts do not divide by": (
+        ["trainer.parallel.ep=3", "trainer.parallel.world_size=6", "prompts_per_step=66"],
+        ["trainer.parallel.ep", "3"],
+    ),
+    "a batch that dp does not divide": (
+        ["trainer.parallel.world_size=6", "prompts_per_step=7", "trainer.parallel.ep=1", "group_size=2"],
+        ["prompts_per_step"],
+    ),
+    "a micro-batch that holds no sequence": (
+        ["trainer.max_tokens_per_micro_batch=16"],
+        ["trainer.max_tokens_per_micro_batch", "16"],
+    ),
+    "a group of one": (["group_size=1"], ["group_size", "1"]),
+    "temperature 0": (["rollout.temperature=0"], ["rollout.temperature", "0"]),
+    "top_p below 1": (["rollout.top_p=0.9"], ["rollout.top_p", "0.9"]),
+    "top_k": (["rollout.top_k=5"], ["rollout.top_k", "5"]),
+    "virtual pipelines": (["trainer.parallel.vpp=2"], ["trainer.parallel.vpp", "2"]),
+    "context parallelism": (
+        ["trainer.parallel.cp=2", "trainer.parallel.world_size=4"],
+        ["trainer.parallel.cp", "2"],
+    ),
+    "expert-parallel engines": (["rollout.expert_parallel=true"], ["rollout.expert_parallel"]),
+    "an fp8 recipe without a GPU": (["trainer.precision.recipe=blockwise"], ["trainer.precision.recipe", "blockwise"]),
+    "a missing model folder": (["trainer.model=/nowhere"], ["trainer.model", "/nowhere"]),
+    "a task that does not exist": (["data.task=reasoning_gym/chain_sun"], ["data.task", "chain_sun", "chain_sum"]),
+    "an option that the task does not have": (["data.options.max_digit=2"], ["data.options", "max_digit"]),
+    "a reward that does not exist": (["rewards=[{name: taks}]"], ["rewards", "taks"]),
+    "an override without a value": (["max_steps"], ["max_steps"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_with_key_and_value(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, words = CASES[case]
+    text = _refusal(capsys, *overrides)
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_following_its_advice_leads_to_a_config_that_runs(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, _ = CASES[case]
+    for _ in range(3):  # one rule at a time
+        remedy = re.search(r"use (?:one such as )?([a-z_.]+=(?:\[.*?\]|[^\s,;]+))", _refusal(capsys, *overrides))
+        assert remedy
+        key = remedy[1].partition("=")[0]
+        mistake = [o for o in overrides if o.partition("=")[0] == key] or overrides[:1]
+        overrides = [*(o for o in overrides if o not in mistake), remedy[1]]
+        try:
+            check(load(CONFIG, overrides))
+        except ConfigError:
+            continue
+        return
+    raise AssertionError(overrides)
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "cut off"])
+def test_a_damaged_model_is_refused(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    tensors, name = load_file(path), "model.layers.1.mlp.gate.weight"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "extra":
+        name = "model.layers.9.mlp.gate.weight"
+        tensors[name] = torch.zeros(8, 128)
+    elif damage == "shape":
+        tensors[name] = torch.zeros(7, 128)
+    save_file(tensors, path)
+    if damage == "cut off":
+        name = str(path)
+        path.write_bytes(path.read_bytes()[:-10])
+    assert name in _refusal(capsys, f"trainer.model={tmp_path / 'model'}")
+
+
+def test_a_config_that_is_not_there_or_not_yaml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, text in ((tmp_path / "no.yaml", None), (tmp_path / "bad.yaml", "a: [1"), (tmp_path / "list.yaml", "- 1")):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(path)])
+        assert ended.value.code == 2
+        assert str(path) in capsys.readouterr().err
+
+
+def test_it_takes_less_than_five_seconds_and_starts_nothing() -> None:
+    start = time.monotonic()
+    command = [sys.executable, "-m", "megarl.cli", "train", str(CONFIG), "data.task=reasoning_gym/nothing_like_it"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert time.monotonic() - start < 5
+    assert done.stdout == ""
+    assert done.stderr.count("megarl:") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_the_plan_of_the_big_model_needs_no_weights_and_training_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "configs/qwen3_30b_a3b_grpo.yaml"
+    main(["plan", str(config)])
+    text = capsys.readouterr().out
+    for words in ("30.532 B", "ep 8", "memory per trainer rank", "1024 sequences"):
+        assert words in text
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(config)])
+    assert ended.value.code == 2
+    assert json.loads((ROOT / "configs/models/Qwen3-30B-A3B/config.json").read_text())["num_experts"] == 128
