@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 _POLL_S = 0.5
-_PHASES = ("generate", "score", "train", "sync", "overhead")
+_PHASES = ("generate", "score", "train", "sync", "evaluate", "save", "overhead")
 
 
 @dataclass

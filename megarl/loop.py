@@ -65,6 +65,8 @@ async def train(system: System, config: RunConfig) -> LoopState:
             await system.buffer.release(len(groups))  # only now may newer prompts start
             system.tracker.log(step_metrics(groups, samples, updates, report, timer.lap()), step=state.step)
             system.tracker.log_rollouts(groups, step=state.step)
-            await system.evaluator.maybe_run(state.step)
-            await system.recovery.maybe_save(system.trainer, state)
+            with timer.phase("evaluate"):  # counted in the next step, like the checkpoint
+                await system.evaluator.maybe_run(state.step)
+            with timer.phase("save"):
+                await system.recovery.maybe_save(system.trainer, state)
     return state

@@ -18,7 +18,15 @@ PALETTE = ("#2f6fb5", "#d9722b", "#3a9d6e", "#a552a8", "#c9423f", "#7d8b2a", "#3
 """Told apart in print and by most eyes; runs beyond the eighth repeat it with other dashes."""
 _DASHES = ("-", "--", ":", "-.")
 _INK, _FAINT = "#2b2f36", "#e4e6ea"
-_PHASES = {"generate": PALETTE[0], "score": PALETTE[6], "train": PALETTE[1], "sync": PALETTE[2], "overhead": PALETTE[7]}
+_PHASES = {
+    "generate": PALETTE[0],
+    "score": PALETTE[6],
+    "train": PALETTE[1],
+    "sync": PALETTE[2],
+    "evaluate": PALETTE[3],
+    "save": PALETTE[4],
+    "overhead": PALETTE[7],
+}
 """Of a step, in order, each with its colour."""
 _SMOOTHED_FROM = 30
 """Points from which a running mean is drawn over the raw values."""

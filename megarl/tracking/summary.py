@@ -10,7 +10,7 @@ from megarl.tracking.local import METRICS_FILE, read_metrics, series
 from megarl.tracking.mlflow_store import open_command
 from megarl.tracking.record import without_password
 
-_PHASES = ("generate", "score", "train", "sync", "overhead")
+_PHASES = ("generate", "score", "train", "sync", "evaluate", "save", "overhead")
 _NOT_RECORDED = "not recorded"
 Rows = Sequence[dict[str, float]]
 

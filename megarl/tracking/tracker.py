@@ -63,6 +63,8 @@ METRICS: dict[str, Meaning] = {
     "time/score_s": Meaning("s", "lower", "Advantages, and old and reference log-probabilities."),
     "time/train_s": Meaning("s", "lower", "Packing and optimizer steps."),
     "time/sync_s": Meaning("s", "lower", "The weight sync."),
+    "time/evaluate_s": Meaning("s", "lower", "The evaluation after the step before."),
+    "time/save_s": Meaning("s", "lower", "The checkpoint after the step before."),
     "time/overhead_s": Meaning("s", "lower", "What no phase covers."),
     "eval/accuracy": Meaning("share", "higher", "Held-out problems solved."),
     "eval/prompts": Meaning("prompts", "neither", "Held-out problems asked."),
