@@ -41,6 +41,7 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
     _check_trainer_sizes(config, spec)
     _check_engine_sizes(config, spec)
     task = _refused(lambda: make_task(config.data, config.seed))
+    _refused(task.heldout)
     _refused(lambda: make_rewards(config.rewards, task))
     if weights:
         _check_precision(config)

@@ -77,6 +77,10 @@ CASES = {
     "a missing model folder": (["trainer.model=/nowhere"], ["trainer.model", "/nowhere"]),
     "a task that does not exist": (["data.task=reasoning_gym/chain_sun"], ["data.task", "chain_sun", "chain_sum"]),
     "an option that the task does not have": (["data.options.max_digit=2"], ["data.options", "max_digit"]),
+    "more held-out problems than there are": (
+        ["data.options.max_digits=1", "data.options.min_digits=1"],
+        ["data.eval.num_prompts", "512"],
+    ),
     "a reward that does not exist": (["rewards=[{name: taks}]"], ["rewards", "taks"]),
     "an override without a value": (["max_steps"], ["max_steps"]),
 }
