@@ -34,12 +34,11 @@ from megarl.trainer.trainer import MegatronTrainer
 from megarl.weights.engine_layout import EngineLayout
 from megarl.weights.plan import Plan, make_plan
 from megarl.weights.spec import ModelSpec
-from megarl.weights.sync import BridgeSync, Bytes
+from megarl.weights.sync import BridgeSync, Bytes, ProbeRule
 from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
 
 _PROBE_PROMPTS = 4
-_BF16_TOLERANCE = 0.25
-"""Largest log-probability difference between two right bf16 implementations; in fp32 the config's tolerance holds."""
+_BF16_RULE = ProbeRule("mean", 0.05)
 
 
 async def run_training(config: RunConfig) -> str:
@@ -216,7 +215,7 @@ def _weight_sync(
         plan_digest=plan.digest,
         size=Bytes(moved=needed, lower_bound=needed),
         probe_sequences=probe,
-        probe_tolerance=config.weights.probe_tolerance if exact else _BF16_TOLERANCE,
+        probe_rule=ProbeRule("largest", config.weights.probe_tolerance) if exact else _BF16_RULE,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import WeightsConfig
 from megarl.types import EngineStatus
-from megarl.weights.sync import BridgeSync, Bytes, SyncFailed
+from megarl.weights.sync import BridgeSync, Bytes, ProbeRule, SyncFailed
 
 PLAN, CONTENT = "plan", "content"
 
@@ -71,7 +71,7 @@ def _sync(engine: Engine, **config) -> BridgeSync:
         plan_digest=PLAN,
         size=Bytes(moved=10, lower_bound=10),
         probe_sequences=[(1, 2, 3), (4, 5)],
-        probe_tolerance=1e-4,
+        probe_rule=ProbeRule("largest", 1e-4),
     )
 
 
@@ -131,3 +131,9 @@ async def test_the_probe_runs_as_often_as_the_config_says() -> None:
     sync = _sync(Engine(), probe_every=2)
     assert [(await sync.sync(version)).probe_max_diff for version in range(4)] == [0.0, None, 0.0, None]
     assert (await _sync(Engine(), probe_every=0).sync(0)).probe_max_diff is None
+
+
+def test_one_unlikely_token_decides_in_fp32_and_does_not_in_bf16() -> None:
+    differences = np.array([0.0] * 99 + [0.5])
+    assert ProbeRule("largest", 1e-4).value(differences) == 0.5
+    assert ProbeRule("mean", 0.05).value(differences) == pytest.approx(0.005)
