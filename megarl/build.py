@@ -38,7 +38,7 @@ from megarl.weights.sync import BridgeSync, Bytes, ProbeRule
 from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
 
 _PROBE_PROMPTS = 4
-_BF16_RULE = ProbeRule("mean", 0.05)
+_BF16_RULE = ProbeRule("mean", 0.1)
 
 
 async def run_training(config: RunConfig) -> str:

@@ -41,7 +41,6 @@ class System:
 async def train(system: System, config: RunConfig) -> LoopState:
     """Run ``config.max_steps`` steps. Sync and async differ only in ``config.max_staleness``."""
     state = await system.recovery.restore(system.trainer)
-    state.tracker_run = system.tracker.run_id
     await system.weights.sync(version=state.step)  # nothing is ever sampled unversioned
     await system.evaluator.maybe_run(state.step)
     timer = StepTimer()
@@ -68,5 +67,6 @@ async def train(system: System, config: RunConfig) -> LoopState:
             with timer.phase("evaluate"):  # counted in the next step, like the checkpoint
                 await system.evaluator.maybe_run(state.step)
             with timer.phase("save"):
+                state.tracker_run = system.tracker.run_id
                 await system.recovery.maybe_save(system.trainer, state)
     return state

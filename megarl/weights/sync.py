@@ -45,8 +45,8 @@ class Bytes:
 class ProbeRule:
     """When engine and trainer count as equal on the fixed prompts, from |difference| of all their log-probabilities.
 
-    In fp32 the largest one decides. In bf16 single unlikely tokens differ by tenths between two right implementations, and
-    more where a router's choice flips, so there it is the mean; weights that did not arrive differ by whole nats.
+    In fp32 the largest one decides. In bf16 single unlikely tokens differ by tenths between two right implementations,
+    and more where a router's choice flips, so there it is the mean; weights that did not arrive differ by whole nats.
     """
 
     statistic: Literal["largest", "mean"]
