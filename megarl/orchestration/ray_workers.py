@@ -212,6 +212,8 @@ class RayWorkers:
             answer = await ref
         except ray.exceptions.RayActorError as error:
             raise self._failed(rank, method, _how_it_died(error), died=True) from None
+        except ray.exceptions.OutOfMemoryError as error:  # the rest of its text is advice about Ray
+            raise self._failed(rank, method, _one_line(error).partition(" OOM kill reason")[0], died=True) from None
         except ray.exceptions.RayTaskError as error:  # mostly a result that cannot be sent; its text is a traceback
             raise self._failed(rank, method, str(error).strip().splitlines()[-1]) from None
         except Exception as error:  # noqa: BLE001 - a supervised process: lost objects, a broken environment, no memory

@@ -46,11 +46,11 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
         yield {size: await _start(cluster, size, logs) for size in (1, RANKS)}
 
 
-def _settings(model: Path, world_size: int, layout: tuple[int, int, int, int]) -> WorkerSettings:
+def _settings(model: Path, world_size: int, layout: tuple[int, int, int, int], *, budget: int = 64) -> WorkerSettings:
     tp, pp, ep, etp = layout
     parallel = ParallelConfig(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp)
     trainer = TrainerConfig(
-        model=model, parallel=parallel, precision=PrecisionConfig(recipe="fp32"), max_tokens_per_micro_batch=64
+        model=model, parallel=parallel, precision=PrecisionConfig(recipe="fp32"), max_tokens_per_micro_batch=budget
     )
     return WorkerSettings(trainer, AlgorithmConfig(entropy_coef=0.01), temperature=0.8, seed=0, max_steps=10)
 
@@ -82,6 +82,16 @@ async def test_loss_and_gradients_equal_one_rank(family, models, ranks):
         for name, expected in one[1].items():
             scale = max(np.abs(expected).max(), 1e-3)
             assert np.abs(many[1][name] - expected).max() / scale < 1e-4, (layout, name)
+
+
+async def test_a_packed_batch_has_the_loss_of_its_samples_one_by_one(models, ranks):
+    folder, _ = models["qwen3_moe"]
+    packed, single = [
+        await _gradients(ranks[1], _settings(folder, 1, (1, 1, 1, 1), budget=budget)) for budget in (512, 1)
+    ]
+    assert packed[0]["loss"] == pytest.approx(single[0]["loss"], abs=1e-6)
+    for name, expected in single[1].items():
+        np.testing.assert_allclose(packed[1][name], expected, atol=1e-6, err_msg=name)
 
 
 async def _gradients(workers: RayWorkers, settings: WorkerSettings) -> tuple[dict[str, float], dict[str, np.ndarray]]:

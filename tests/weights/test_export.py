@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.weights.export import create_files, exported_dtype, owned_tiles, plan_files, write_tiles
+from megarl.weights.folders import appearing
+from megarl.weights.hf_files import ShardReader, check_folder
+from megarl.weights.megatron_layout import MegatronLayout, megatron_params
+from megarl.weights.spec import ModelSpec
+from tests.trainer.families import FAMILIES, MOE_FAMILIES, write_model
+
+LAYOUTS = {
+    "one rank": MegatronLayout(),
+    "tp 2 pp 2": MegatronLayout(tp=2, pp=2, world_size=4),
+    "dp 2": MegatronLayout(world_size=2),
+    "tp 2 ep 2": MegatronLayout(tp=2, ep=2, world_size=2),
+    "pp 2 ep 2": MegatronLayout(pp=2, ep=2, world_size=4),
+    "tp 2 etp 2": MegatronLayout(tp=2, etp=2, world_size=2),
+}
+
+
+def _export(source: Path, folder: Path, layout: MegatronLayout, **more: int) -> int:
+    """Import ``source`` into fake shards of ``layout`` and export them; bytes written by all ranks."""
+    spec = ModelSpec.from_folder(source)
+    plan = plan_files(spec.hf_tensors(), "F32", **more)
+    folder.mkdir()
+    create_files(folder, plan)
+    written = 0
+    with ShardReader(source) as reader:
+        for rank in range(layout.world_size):
+            shards = megatron_params(spec, layout, rank)
+            params = {name: reader.read(shard, torch.float32) for name, shard in shards.items()}
+            written += write_tiles(folder, plan, owned_tiles(spec, layout, rank, "local"), params)
+    return written
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_is_bit_for_bit_what_was_imported_in_every_layout(family: str, tmp_path: Path) -> None:
+    write_model(family, tmp_path / "source")
+    spec = ModelSpec.from_folder(tmp_path / "source")
+    original = load_file(tmp_path / "source/model.safetensors")
+    for name, layout in LAYOUTS.items():
+        if (layout.ep > 1 or layout.etp > 1) and family not in MOE_FAMILIES:
+            continue
+        written = _export(tmp_path / "source", tmp_path / name, layout)
+        check_folder(tmp_path / name, spec)
+        exported = load_file(tmp_path / name / "model.safetensors")
+        assert exported.keys() == spec.hf_tensors().keys()
+        assert all(torch.equal(exported[key], original[key]) for key in exported), name
+        assert written == 4 * spec.num_params  # every element once: no rank writes what another has written
+
+
+def test_a_large_export_is_several_files_with_an_index(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path / "source")
+    _export(tmp_path / "source", tmp_path / "many", LAYOUTS["tp 2 pp 2"], max_file_bytes=200_000)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(path.stat().st_size <= 210_000 for path in (tmp_path / "many").glob("*.safetensors"))
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    check_folder(tmp_path / "many", ModelSpec.from_folder(tmp_path / "source"))
+
+
+@pytest.mark.parametrize(("config", "expected"), [({"dtype": "bfloat16"}, "BF16"), ({"torch_dtype": "float32"}, "F32")])
+def test_the_number_format_is_the_configs(config: dict[str, str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert exported_dtype(tmp_path) == expected
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), appearing(tmp_path / "half") as scratch:
+        (scratch / "nowhere/file").write_text("half")
+    assert list(tmp_path.iterdir()) == []
+    with appearing(tmp_path / "whole") as scratch:
+        (scratch / "file").write_text("whole")
+    assert (tmp_path / "whole/file").read_text() == "whole"
+    with pytest.raises(ValueError, match="must not exist"), appearing(tmp_path / "whole"):
+        pass
