@@ -38,6 +38,9 @@ from megarl.weights.sync import BridgeSync, Bytes, ProbeRule
 from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
 
 _PROBE_PROMPTS = 4
+_RETURNED_BLOCK_BYTES = 16 * 2**20
+"""glibc gives freed blocks from this size on back at once. By itself it keeps blocks of up to 32 MiB in its heap, which
+after a few syncs is as much memory again as the weights."""
 _BF16_RULE = ProbeRule("mean", 0.1)
 
 
@@ -166,7 +169,7 @@ async def _start_trainer(cluster: RayCluster, config: RunConfig) -> MegatronTrai
         "trainer",
         "megarl.trainer.worker:TrainerWorker",
         [(settings,)] * size,
-        env=[thread_env(_cores(), size)] * size,
+        env=[_process_env(size)] * size,
         log_folder=config.run_folder / "logs",
         num_gpus=_gpu_share(config),
     )
@@ -181,7 +184,7 @@ async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
         "engine",
         "megarl.rollout.vllm_engine:VllmWorker",
         [(config.rollout, config.trainer.model.absolute())] * size,
-        env=[thread_env(_cores(), size)] * size,
+        env=[_process_env(size)] * size,
         log_folder=config.run_folder / "logs",
         num_gpus=_gpu_share(config),
         side_methods=("verify_staged",),
@@ -191,8 +194,10 @@ async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
     return engines
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _process_env(computing_processes: int) -> dict[str, str]:
+    """Environment of a process that computes at the same time as ``computing_processes`` - 1 others."""
+    cores = len(os.sched_getaffinity(0))
+    return {**thread_env(cores, computing_processes), "MALLOC_MMAP_THRESHOLD_": str(_RETURNED_BLOCK_BYTES)}
 
 
 def _gpu_share(config: RunConfig) -> float:
