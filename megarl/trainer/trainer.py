@@ -31,7 +31,8 @@ class MegatronTrainer:
 
     async def setup(self) -> list[str]:
         """Build every rank's model; one line per rank about what was built."""
-        return await self._call("setup")
+        ports = await self._call("free_port")  # asked for just before it is used: a port does not stay free
+        return await self._call("setup", ports[0])
 
     async def score(
         self, samples: Sequence[Sample], *, temperature: float | None = None, reference: bool = False

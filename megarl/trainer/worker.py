@@ -7,6 +7,7 @@ their docstring and None elsewhere.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -47,9 +48,17 @@ class TrainerWorker:
         self._spec = ModelSpec.from_folder(settings.trainer.model)
         self._layout = layout_of(settings.trainer.parallel)
 
-    def setup(self) -> str:
-        """Join the process group, build the model and fill it from the Hugging Face folder; says what was built."""
+    @staticmethod
+    def free_port() -> int:
+        """A port of this rank's machine that is free now; rank 0's is where the ranks meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def setup(self, port: int) -> str:
+        """Meet the other ranks at ``port``, build the model and fill it from its folder; says what was built."""
         trainer, sizes = self._settings.trainer, self._settings.trainer.parallel
+        os.environ["MASTER_PORT"] = str(port)
         self._device = _init_distributed(sizes, trainer.timeout_s, self._settings.seed)
         self._model = build_model(self._spec, trainer, self._layout)
         load_from_hugging_face(self._model, trainer.model, self._spec, self._layout, self._rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,17 @@ Piece = tuple[str, Rect, np.ndarray]
 
 class LayoutRanks:
     """One rank of whatever layout it is asked for."""
+
+    def __init__(self) -> None:
+        self._port = 0
+
+    free_port = staticmethod(TrainerWorker.free_port)
+
+    def meet(self, port: int) -> None:
+        """Meet the other ranks now; every layout uses this process group."""
+        self._port = port
+        os.environ["MASTER_PORT"] = str(port)
+        torch.distributed.init_process_group("gloo")
 
     def logits(self, settings: WorkerSettings, micro_batches: Sequence[Sequence[MicroBatch]]) -> np.ndarray | None:
         """[T, V] of the first micro-batch, from tp rank 0 of the last stage of data-parallel rank 0."""
@@ -70,7 +82,7 @@ class LayoutRanks:
     def _worker(self, settings: WorkerSettings) -> TrainerWorker:
         torch.set_num_threads(1)
         worker = TrainerWorker(settings)
-        worker.setup()
+        worker.setup(self._port)
         return worker
 
 

@@ -34,9 +34,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
 
 async def _start(cluster: RayCluster, size: int, logs: Path) -> RayWorkers:
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return await cluster.workers(
+    workers = await cluster.workers(
         f"layouts{size}", "tests.trainer.ranks:LayoutRanks", [()] * size, env=[env] * size, log_folder=logs
     )
+    ports = await workers.call("free_port", timeout_s=60)
+    await workers.call("meet", ports[0], timeout_s=60)
+    return workers
 
 
 @pytest.fixture(scope="module")
