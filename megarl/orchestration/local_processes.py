@@ -56,8 +56,7 @@ class LocalProcesses:
         self.refresh()
         segments = _mapped(self._known)
         doomed = [process for process in self._known if _is_alive(process) and process.name() != name]
-        # The youngest first: Ray's agents print a page of log when they see the death of the one that started them.
-        for process in sorted(doomed, key=psutil.Process.create_time, reverse=True):
+        for process in doomed:
             process.kill()
         _wait_for_end(doomed)
         if segments:

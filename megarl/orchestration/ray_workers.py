@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import logging
 import os
 import re
 import signal
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -76,10 +78,11 @@ class RayCluster:
 
     def close(self) -> None:
         """Kill every worker and leave Ray; nothing this cluster started on this machine stays."""
-        self._local.kill_all_but("gcs_server")  # with its server gone, ray.shutdown would wait 5 s for it
-        for group in self._groups:
-            group.kill()  # what runs on other machines
-        ray.shutdown()
+        with redirect_stdout(io.StringIO()):  # Ray prints pages about the deaths that it sees
+            self._local.kill_all_but("gcs_server")  # with its server gone, ray.shutdown would wait 5 s for it
+            for group in self._groups:
+                group.kill()  # what runs on other machines
+            ray.shutdown()
         self._local.end()
 
     async def workers(
