@@ -41,7 +41,7 @@ _PROBE_PROMPTS = 4
 _RETURNED_BLOCK_BYTES = 16 * 2**20
 """glibc gives freed blocks from this size on back at once. By itself it keeps blocks of up to 32 MiB in its heap, which
 after a few syncs is as much memory again as the weights."""
-_BF16_RULE = ProbeRule("mean", 0.1)
+_BF16_RULE = ProbeRule("mean", 0.25)
 
 
 async def run_training(config: RunConfig) -> str:
@@ -243,5 +243,5 @@ def _checkpoints(config: RunConfig) -> Checkpoints:
         config.run_folder / "checkpoints",
         every=config.recovery.every,
         keep=config.recovery.keep,
-        last_step=config.max_steps,
+        last_step=config.max_steps if config.recovery.last else None,
     )

@@ -34,8 +34,8 @@ class Checkpoints:
     One process at a time may use ``folder``. It has to be on a file system that all trainer ranks share.
     """
 
-    def __init__(self, folder: Path, *, every: int, keep: int, last_step: int) -> None:
-        """``every`` = 0 saves at the last step only."""
+    def __init__(self, folder: Path, *, every: int, keep: int, last_step: int | None) -> None:
+        """``every`` = 0 saves at the last step only, ``last_step`` None not there either."""
         self._folder = folder.absolute()  # the ranks have other working directories
         self._every, self._keep, self._last_step = every, keep, last_step
 
