@@ -125,9 +125,7 @@ class Env(Protocol):
 class RewardFn(Protocol):
     """Scores one trajectory. Model output is hostile input: no eval, bounded time."""
 
-    name: str
-
-    def __call__(self, trajectory: Trajectory) -> float | None:
+    def __call__(self, trajectory: Trajectory, /) -> float | None:
         """The reward, or None when it could not be computed."""
         ...
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import RewardConfig
 from megarl.data.prompts import Task
+from megarl.interfaces import RewardFn
 from megarl.types import Trajectory
 
-RewardFunction = Callable[[Trajectory], float | None]
 _log = logging.getLogger(__name__)
 
 
 class Rubric:
     """Scores trajectories in place. Known parts are kept; the sum is None as soon as one part is."""
 
-    def __init__(self, parts: Sequence[tuple[str, float, RewardFunction]]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, float, RewardFn]]) -> None:
         self._parts = tuple(parts)
 
     def score(self, trajectory: Trajectory) -> None:
@@ -33,7 +33,7 @@ class Rubric:
             trajectory.reward = math.fsum(weight * value for weight, value in known if value is not None)
 
 
-def _call(name: str, function: RewardFunction, trajectory: Trajectory) -> float | None:
+def _call(name: str, function: RewardFn, trajectory: Trajectory) -> float | None:
     """A verifier call is a boundary: whatever it raises on model output means "no reward", is logged and counted."""
     try:
         value = function(trajectory)
@@ -52,7 +52,7 @@ def make_rewards(configs: Sequence[RewardConfig], task: Task) -> Rubric:
     return Rubric([(config.name, config.weight, _function(config.name, task)) for config in configs])
 
 
-def _function(name: str, task: Task) -> RewardFunction:
+def _function(name: str, task: Task) -> RewardFn:
     if name == "task":
         return lambda trajectory: task.verify(trajectory.prompt, trajectory.text)
     if name == "exact_match":
@@ -64,7 +64,7 @@ def _function(name: str, task: Task) -> RewardFunction:
     )
 
 
-def _from_file(name: str) -> RewardFunction:
+def _from_file(name: str) -> RewardFn:
     """A function of the user's: (trajectory) -> float or None."""
     path_text, _, function_name = name.rpartition(":")
     path = Path(path_text)
@@ -75,7 +75,7 @@ def _from_file(name: str) -> RewardFunction:
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    function: RewardFunction | None = getattr(module, function_name, None)
+    function: RewardFn | None = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"rewards.name ({name}) must name a function of {path}; it has no {function_name}")
     return function
