@@ -118,7 +118,7 @@ async def _system(config: RunConfig, tracker: Tracker) -> AsyncIterator[System]:
     spec = ModelSpec.from_folder(config.trainer.model)
     plan = make_plan(spec, layout_of(config.trainer.parallel), EngineLayout(tp=config.rollout.tensor_parallel))
     area = StagingArea(f"{config.name}-{os.getpid()}", plan, config.rollout.dtype)
-    with OwnedSegments.create(area), RayCluster() as cluster:
+    with RayCluster() as cluster, OwnedSegments.create(area):  # starting Ray cannot be interrupted: segments come after
         trainer, engines = await asyncio.gather(_start_trainer(cluster, config), _start_engines(cluster, config))
         await asyncio.gather(trainer.attach(area), engines.attach(area))
         yield _assemble(config, trainer, engines, plan, tracker)

@@ -71,6 +71,9 @@ class RewardConfig(Section):
     weight: float = 1.0
 
 
+_TASK_REWARD = (RewardConfig(name="task"),)
+
+
 class KlConfig(Section):
     """Penalty for leaving the reference policy."""
 
@@ -254,7 +257,7 @@ class RunConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Steps a sample may lag behind the weights; 0 is strictly on-policy."""
     data: DataConfig
-    rewards: Annotated[tuple[RewardConfig, ...], Lax] = Field((RewardConfig(name="task"),), min_length=1)
+    rewards: Annotated[tuple[RewardConfig, ...], Lax] = _TASK_REWARD
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -336,6 +339,8 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
             f"must be >= 2 for algorithm.name {name}: advantages compare the samples of one prompt",
             ({"group_size": 8}, {"group_size": 2 * config.trainer.parallel.dp}, {"algorithm.name": "reinforce"}),
         )
+    if not config.rewards:
+        yield Problem("rewards", [], "must not be empty: every sample is worth something", ({"rewards": _TASK_REWARD},))
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -55,9 +55,10 @@ class LocalProcesses:
         """
         self.refresh()
         segments = _mapped(self._known)
-        doomed = [process for process in self._known if _is_alive(process) and process.name() != name]
+        doomed = [process for process in self._known if _is_alive(process, but=name)]
         for process in doomed:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # some end by themselves when one before them is gone
+                process.kill()
         _wait_for_end(doomed)
         if segments:
             for path in segments - _mapped(psutil.process_iter()):
@@ -78,9 +79,10 @@ def _descendants(process: psutil.Process) -> set[psutil.Process]:
         return set()
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process, but: str = "") -> bool:
+    """Whether ``process`` runs and is not called ``but``."""
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE and process.name() != but)
     except psutil.NoSuchProcess:
         return False
 

@@ -1,6 +1,6 @@
 """What breaks ends the run soon, with a name and a way on, and leaves nothing behind.
 
-All tests work on one run: each continues what the one before it broke, so what that left behind was usable.
+Most tests work on one run: each continues what the one before it broke, so what that left behind was usable.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.runs import (
     CUT,
     NAME,
     RUN_S,
+    SHARED_MEMORY,
     assert_nothing,
     command,
     metrics,
@@ -81,3 +83,15 @@ def test_ctrl_c_stops_everything_within_ten_seconds(output: Path) -> None:
         assert time.monotonic() - interrupted < 10
         assert process.returncode == 130
         assert "interrupted; the last checkpoint stays usable" in err
+
+
+def test_leaving_at_once_while_ray_starts_leaves_no_shared_memory(tmp_path: Path) -> None:
+    with started(command("train", tmp_path, *ENDLESS)) as process:
+        wait_for(process, lambda: psutil.Process(process.pid).children(), "first process of Ray")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert "leaving without clean-up" in err
+        assert not list(Path(SHARED_MEMORY).glob(f"megarl-{NAME}-{process.pid}-*"))
