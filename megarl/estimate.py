@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megarl.config import RunConfig
+from megarl.config import RunConfig, TrainerConfig
 from megarl.precision import RECIPES
 from megarl.trainer.settings import layout_of
 from megarl.weights.engine_layout import EngineLayout, engine_params
-from megarl.weights.megatron_layout import MegatronLayout, megatron_params
+from megarl.weights.mappings import ShardSpec
+from megarl.weights.megatron_layout import megatron_params
 from megarl.weights.spec import ModelSpec
 
-GIB = 2**30
-_ACTIVATION_BYTES = 34
-"""Per token, hidden unit and layer, in 16 bit with flash attention: Korthikanti et al. 2022 (arXiv:2205.05198)."""
+GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,57 +22,87 @@ class Estimate:
 
     num_parameters: int
     trainer_weights: int
+    trainer_fp8_copies: int
+    """Transformer Engine keeps each matrix of the layers in fp8 too, as it is and transposed; 0 without fp8."""
     trainer_gradients: int
     trainer_optimizer: int
     trainer_activations: int
+    trainer_logits: int
     engine_weights: int
     engine_kv_per_token: int
 
     @property
     def trainer_total(self) -> int:
         """What the trainer needs at its peak."""
-        return self.trainer_weights + self.trainer_gradients + self.trainer_optimizer + self.trainer_activations
+        return (
+            self.trainer_weights
+            + self.trainer_fp8_copies
+            + self.trainer_gradients
+            + self.trainer_optimizer
+            + self.trainer_activations
+            + self.trainer_logits
+        )
 
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
-    """Memory of one run. Activations are an upper estimate: everything of one micro-batch is kept."""
-    sizes, rollout = config.trainer.parallel, config.rollout
-    layout = layout_of(sizes)
-    bf16 = RECIPES[config.trainer.precision.recipe].bf16
-    stages = range(0, sizes.world_size, max(1, sizes.world_size // sizes.pp))
-    counts = [_rank_counts(spec, layout, rank) for rank in stages]
-    dense, expert = max(counts, key=sum)
-    weights = (dense + expert) * (2 if bf16 else 4)
-    optimizer = 12 if bf16 else 8  # fp32 copy and two moments; an fp32 parameter is its own copy
-    engine = EngineLayout(tp=rollout.tensor_parallel)
-    itemsize = 2 if rollout.dtype == "bf16" else 4
-    engine_count = sum(math.prod(shard.shape) for shard in engine_params(spec, engine, 0).values())
+    """Memory of one run, on the pipeline stage with most parameters; what CUDA and NCCL take comes on top."""
+    sizes, rollout, layout = config.trainer.parallel, config.rollout, layout_of(config.trainer.parallel)
+    recipe = RECIPES[config.trainer.precision.recipe]
+    first_ranks = range(0, sizes.world_size, sizes.world_size // sizes.pp)
+    stages = (_Counts.of(megatron_params(spec, layout, rank)) for rank in first_ranks)
+    most = max(stages, key=lambda counts: counts.dense + counts.expert)
+    state_bytes = 12 if recipe.bf16 else 8  # an fp32 copy and Adam's two moments; an fp32 parameter is its own copy
+    engine = _Counts.of(engine_params(spec, EngineLayout(tp=rollout.tensor_parallel), 0))
+    engine_itemsize = 2 if rollout.dtype == "bf16" else 4
     kv_heads = max(1, spec.kv_heads // rollout.tensor_parallel)
-    layers = math.ceil(spec.layers / sizes.pp)
     return Estimate(
         num_parameters=spec.num_params,
-        trainer_weights=weights,
-        trainer_gradients=(dense + expert) * 4,
-        trainer_optimizer=dense * optimizer // sizes.dp + expert * optimizer // sizes.edp,
-        trainer_activations=config.trainer.max_tokens_per_micro_batch
-        * spec.hidden
-        * layers
-        * _ACTIVATION_BYTES
-        // sizes.tp,
-        engine_weights=engine_count * itemsize,
-        engine_kv_per_token=2 * spec.layers * kv_heads * spec.head_dim * itemsize,
+        trainer_weights=(most.dense + most.expert) * (2 if recipe.bf16 else 4),
+        trainer_fp8_copies=2 * most.matrices if "fp8" in recipe.megatron else 0,
+        trainer_gradients=(most.dense + most.expert) * 4,
+        trainer_optimizer=most.dense * state_bytes // sizes.dp + most.expert * state_bytes // sizes.edp,
+        trainer_activations=_activations(config.trainer, spec),
+        trainer_logits=_logits(config.trainer, layout.padded_vocab(spec.vocab)),
+        engine_weights=(engine.dense + engine.expert) * engine_itemsize,
+        engine_kv_per_token=2 * spec.layers * kv_heads * spec.head_dim * engine_itemsize,
     )
 
 
-def _rank_counts(spec: ModelSpec, layout: MegatronLayout, rank: int) -> tuple[int, int]:
-    """(dense parameters, expert parameters) of one trainer rank."""
-    dense = expert = 0
-    for name, shard in megatron_params(spec, layout, rank, names="local").items():
-        if ".experts." in name:
-            expert += math.prod(shard.shape)
-        else:
-            dense += math.prod(shard.shape)
-    return dense, expert
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Numbers of parameters on one rank."""
+
+    dense: int
+    expert: int
+    matrices: int
+    """Those of both that are weights of a linear layer inside the decoder, the router's left out."""
+
+    @classmethod
+    def of(cls, params: dict[str, ShardSpec]) -> _Counts:
+        counts = {name: math.prod(shard.shape) for name, shard in params.items()}
+        expert = sum(count for name, count in counts.items() if ".experts." in name)
+        matrices = sum(count for name, count in counts.items() if ".linear_" in name and len(params[name].shape) > 1)
+        return cls(sum(counts.values()) - expert, expert, matrices)
+
+
+def _activations(trainer: TrainerConfig, spec: ModelSpec) -> int:
+    """Bytes kept for backward, without recomputation, by the first stage, which has ``pp`` micro-batches under way.
+
+    Per token and layer, in numbers: input and output of both norms (4 hidden), queries and attention's output (2 q),
+    keys and values (2 kv), then gate, up and their product (3 ffn); of every chosen expert also its input and output.
+    Everything is split over tp (sequence parallelism), and tokens are taken to spread evenly over the experts.
+    """
+    sizes, itemsize = spec.sizes(), 2 if RECIPES[trainer.precision.recipe].bf16 else 4
+    attention = 4 * spec.hidden + 2 * sizes["q"] + 2 * sizes["kv"]
+    mlp = spec.top_k * (2 * spec.hidden + 3 * spec.expert_ffn) if spec.experts else 3 * spec.ffn
+    layers_under_way = spec.layers  # pp micro-batches of layers / pp each
+    return trainer.max_tokens_per_micro_batch * layers_under_way * (attention + mlp) * itemsize // trainer.parallel.tp
+
+
+def _logits(trainer: TrainerConfig, padded_vocab: int) -> int:
+    """Bytes of one micro-batch's logits and of their gradient: in fp32, and in bf16 too where the model computes so."""
+    itemsize = 2 * (4 + 2) if RECIPES[trainer.precision.recipe].bf16 else 2 * 4
+    return trainer.max_tokens_per_micro_batch * padded_vocab * itemsize // trainer.parallel.tp
 
 
 def describe(config: RunConfig, spec: ModelSpec) -> str:
@@ -82,36 +111,45 @@ def describe(config: RunConfig, spec: ModelSpec) -> str:
     sequences = config.prompts_per_step * config.group_size
     per_update = sequences // config.algorithm.updates_per_step
     experts = f", {spec.experts} experts, top-{spec.top_k}" if spec.experts else ""
-    longest = min(rollout.max_model_len, config.data.max_prompt_tokens + rollout.max_tokens)
+    longest = config.longest_sequence
+    cache = need.engine_kv_per_token * longest * rollout.max_num_seqs
     rows = [
-        f"model      {spec.family}, {need.num_parameters / 1e9:.3f} B parameters, {spec.layers} layers{experts}",
+        f"model      {spec.family}, {_billions(need.num_parameters)} parameters, {spec.layers} layers{experts}",
         f"trainer    {sizes.world_size} ranks: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}; experts "
         f"etp {sizes.etp} x ep {sizes.ep} x edp {sizes.edp}; {config.trainer.precision.recipe}",
         f"engines    {rollout.replicas} x tensor parallel {rollout.tensor_parallel}, {rollout.dtype}",
         f"placement  {config.placement.kind}",
         "",
         "memory per trainer rank (largest)",
-        *(
-            f"  {label:<20}{value / GIB:9.2f} GiB"
-            for label, value in (
-                ("weights", need.trainer_weights),
-                ("gradients", need.trainer_gradients),
-                ("optimizer", need.trainer_optimizer),
-                ("activations, at most", need.trainer_activations),
-                ("sum", need.trainer_total),
-            )
-        ),
+        _size_row("weights", need.trainer_weights),
+        *([_size_row("fp8 copies", need.trainer_fp8_copies)] if need.trainer_fp8_copies else []),
+        _size_row("gradients", need.trainer_gradients),
+        _size_row("optimizer", need.trainer_optimizer),
+        _size_row("activations, at most", need.trainer_activations),
+        _size_row("logits, at most", need.trainer_logits),
+        _size_row("sum", need.trainer_total),
         "memory per engine rank",
-        f"  {'weights':<20}{need.engine_weights / GIB:9.2f} GiB",
-        f"  {'KV cache':<20}{need.engine_kv_per_token * longest * rollout.max_num_seqs / GIB:9.2f} GiB "
-        f"for {rollout.max_num_seqs} sequences of {longest} tokens",
+        _size_row("weights", need.engine_weights),
+        f"{_size_row('KV cache, at most', cache)} for {rollout.max_num_seqs} sequences of {longest} tokens",
         "",
         "batch",
         f"  {config.prompts_per_step} prompts x {config.group_size} samples = {sequences} sequences a step, at most "
         f"{sequences * longest:,} tokens",
-        f"  {config.algorithm.updates_per_step} update(s) of {per_update} sequences; "
-        f"{per_update // sizes.dp} for each of {sizes.dp} data-parallel rank(s)",
+        f"  {_counted(config.algorithm.updates_per_step, 'update')} of {per_update} sequences; "
+        f"{per_update // sizes.dp} for each of {_counted(sizes.dp, 'data-parallel rank')}",
         f"  micro-batches of at most {config.trainer.max_tokens_per_micro_batch:,} tokens",
         f"  {config.max_steps} steps = {config.max_steps * config.prompts_per_step:,} prompts",
     ]
     return "\n".join(rows)
+
+
+def _size_row(label: str, size: int) -> str:
+    return f"  {label:<20}" + (f"{size / GIB:9.2f} GiB" if size >= GIB else f"{size / MIB:9.2f} MiB")
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.3f} B" if number >= 1e9 else f"{number / 1e6:.3f} M"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")

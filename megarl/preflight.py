@@ -1,29 +1,33 @@
 """Everything that can be refused before a process starts: the config held against the model, the task and the machine.
 
-Cross-field rules that need no file are in ``config.py``. Nothing here imports torch, Ray, vLLM or Megatron.
+Rules that need no file are in ``config.py``. Nothing here imports torch, Ray, vLLM or Megatron.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from megarl.config import RunConfig
-from megarl.config_errors import ConfigError
+from megarl.config import RunConfig, changed, problems
+from megarl.config_errors import ConfigError, Problem, Values, users_mistake
 from megarl.data.prompts import make_task
 from megarl.precision import RECIPES
 from megarl.rewards import make_rewards
+from megarl.weights.engine_layout import EngineLayout
 from megarl.weights.hf_files import check_folder
 from megarl.weights.spec import ModelSpec
 
-T = TypeVar("T")
+Rule = Callable[[RunConfig, ModelSpec], Iterator[Problem]]
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention."""
 CPU_MOE_MULTIPLE = 32
 """vLLM's CPU expert kernel works in blocks of this many columns."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A folder with one of these has a tokenizer that transformers can load."""
 
 
 def has_gpu() -> bool:
@@ -32,31 +36,41 @@ def has_gpu() -> bool:
 
 
 def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
-    """Refuse what cannot run; with ``weights`` false only config.json of the model is needed.
+    """Refuse what cannot run; the model's spec.
+
+    With ``weights`` false (a plan, perhaps for another machine) only config.json of the model is needed, and what this
+    machine can do does not matter.
 
     Raises:
         ConfigError: with the key, the rule, the value and a value that would work.
     """
     spec = _model(config)
-    _check_trainer_sizes(config, spec)
-    _check_engine_sizes(config, spec)
-    task = _refused(lambda: make_task(config.data, config.seed))
-    _refused(task.heldout)
-    _refused(lambda: make_rewards(config.rewards, task))
+    here: tuple[Rule, ...] = (_cpu_engine_problems, _precision_problems) if weights else ()
+    _refuse(config, spec, (_length_problems, _trainer_problems, _engine_problems, *here))
+    with users_mistake():
+        task = make_task(config.data, config.seed)
+        task.heldout()
+        make_rewards(config.rewards, task)
     if weights:
-        _check_precision(config)
-        _refused(lambda: check_folder(config.trainer.model, spec))
+        with users_mistake("trainer.model"):
+            check_folder(config.trainer.model, spec)
+            _check_tokenizer(config.trainer.model)
     return spec
 
 
-def _refused(action: Callable[[], T]) -> T:
-    """The result of ``action``; its ValueError is the user's mistake."""
-    try:
-        return action()
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+def _refuse(config: RunConfig, spec: ModelSpec, rules: Sequence[Rule]) -> None:
+    """Raise for the first rule that is broken, with a way out that breaks no other."""
+
+    def broken(candidate: RunConfig) -> Problem | None:
+        return next((problem for rule in rules for problem in rule(candidate, spec)), None)
+
+    def works(values: Values) -> bool:
+        candidate = changed(config, values)
+        return not any(problems(candidate)) and broken(candidate) is None
+
+    problem = broken(config)
+    if problem:
+        raise ConfigError(problem.text(works))
 
 
 def _model(config: RunConfig) -> ModelSpec:
@@ -66,73 +80,125 @@ def _model(config: RunConfig) -> ModelSpec:
             f"trainer.model ({folder}) must be a Hugging Face folder with a config.json, and there is none; "
             "use trainer.model=examples/policies/tiny_moe for the small policy that comes with megarl"
         )
-    spec: ModelSpec = _refused(lambda: ModelSpec.from_folder(folder))
-    if config.rollout.max_model_len > spec.max_positions:
-        raise ConfigError(
-            f"rollout.max_model_len ({config.rollout.max_model_len}) must be <= the model's max_position_embeddings "
-            f"({spec.max_positions}); use rollout.max_model_len={spec.max_positions}"
+    with users_mistake("trainer.model"):
+        return ModelSpec.from_folder(folder)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """What the renderer will ask of the folder, found without transformers, whose import takes seconds."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"trainer.model ({folder}) must hold a tokenizer, and there is none of {', '.join(TOKENIZER_FILES)}; "
+            "copy the files of the model's tokenizer there"
         )
-    return spec
+    settings = folder / "tokenizer_config.json"
+    in_settings = settings.is_file() and "chat_template" in json.loads(settings.read_text())
+    if not in_settings and not (folder / "chat_template.jinja").is_file():
+        raise ValueError(
+            f"trainer.model ({folder}) must have a chat template, in tokenizer_config.json or chat_template.jinja; "
+            "use an instruction-tuned model, or write the template as chat_template.jinja"
+        )
 
 
-def _divides(key: str, size: int, what: str, value: int) -> None:
-    if value % size:
-        works = max(d for d in range(1, min(size, value) + 1) if value % d == 0)
-        raise ConfigError(f"{key} ({size}) must divide the model's {what} ({value}); use {key}={works}")
+# --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def _check_trainer_sizes(config: RunConfig, spec: ModelSpec) -> None:
-    sizes = config.trainer.parallel
-    _divides("trainer.parallel.tp", sizes.tp, "attention heads", spec.heads)
-    _divides("trainer.parallel.tp", sizes.tp, "key-value heads", spec.kv_heads)
-    _divides("trainer.parallel.pp", sizes.pp, "layers", spec.layers)
+def _length_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    key, length, positions = "rollout.max_model_len", config.rollout.max_model_len, spec.max_positions
+    if length > positions:
+        prompt = min(config.data.max_prompt_tokens, positions // 2)
+        shorter = {"data.max_prompt_tokens": prompt, "rollout.max_tokens": positions - prompt}
+        rule = f"must be <= the model's max_position_embeddings ({positions})"
+        yield Problem(key, length, rule, ({key: positions}, {key: positions} | shorter))
+
+
+def _trainer_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    parts = [
+        ("tp", "attention heads", spec.heads),
+        ("tp", "key-value heads", spec.kv_heads),
+        ("pp", "layers", spec.layers),
+    ]
     if spec.experts:
-        _divides("trainer.parallel.ep", sizes.ep, "experts", spec.experts)
-        _divides("trainer.parallel.etp", sizes.etp, "expert width", spec.expert_ffn)
+        parts += [("ep", "experts", spec.experts), ("etp", "expert width", spec.expert_ffn)]
     else:
-        _divides("trainer.parallel.tp", sizes.tp, "feed-forward width", spec.ffn)
-        for name in ("ep", "etp"):
-            if getattr(sizes, name) > 1:
-                raise ConfigError(
-                    f"trainer.parallel.{name} ({getattr(sizes, name)}) must be 1: the model has no experts; "
-                    f"use trainer.parallel.{name}=1"
-                )
+        parts += [("tp", "feed-forward width", spec.ffn)]
+    sizes = config.trainer.parallel
+    for name, what, total in parts:
+        size = getattr(sizes, name)
+        if total % size:
+            rule = f"must divide the model's {what} ({total})"
+            yield Problem(f"trainer.parallel.{name}", size, rule, _smaller_groups(config, name, total))
+    for name in ("ep", "etp"):
+        if not spec.experts and getattr(sizes, name) != 1:
+            rule = "must be 1: the model has no experts"
+            yield Problem(f"trainer.parallel.{name}", getattr(sizes, name), rule, _smaller_groups(config, name, 1))
 
 
-def _check_engine_sizes(config: RunConfig, spec: ModelSpec) -> None:
+def _smaller_groups(config: RunConfig, name: str, total: int) -> tuple[Values, ...]:
+    """The divisors of ``total`` up to the size ``name``, large ones first: alone, then with the world shrunk along."""
+    key, world = f"trainer.parallel.{name}", config.trainer.parallel.world_size
+    size = getattr(config.trainer.parallel, name)
+    fitting = [d for d in range(min(size, total), 0, -1) if total % d == 0]
+    alone = [{key: d} for d in fitting]
+    return (*alone, *({key: d, "trainer.parallel.world_size": world // size * d} for d in fitting))
+
+
+def _engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     key, size = "rollout.tensor_parallel", config.rollout.tensor_parallel
-    _divides(key, size, "attention heads", spec.heads)
+    parts = (
+        ("attention heads", spec.heads),
+        ("expert width", spec.expert_ffn) if spec.experts else ("feed-forward width", spec.ffn),
+        ("padded vocabulary", EngineLayout(size).padded_vocab(spec.vocab)),
+    )
+    for what, total in parts:
+        if total % size:
+            yield Problem(key, size, f"must divide the model's {what} ({total})", _smaller_engines(config, spec))
     if spec.kv_heads % size and size % spec.kv_heads:
-        raise ConfigError(
-            f"{key} ({size}) must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them; "
-            f"use {key}={spec.kv_heads}"
-        )
+        rule = f"must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them"
+        yield Problem(key, size, rule, _smaller_engines(config, spec))
     if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
-        raise ConfigError(
-            f"trainer.model ({config.trainer.model}) has head_dim {spec.head_dim}, and vLLM takes hidden_size / "
-            f"num_attention_heads ({spec.hidden // spec.heads}) for a qwen2 model: "
-            "use a model for which they are the same"
+        yield Problem(
+            "trainer.model",
+            config.trainer.model,
+            f"must have a head_dim of hidden_size / num_attention_heads ({spec.hidden / spec.heads:g}), not "
+            f"{spec.head_dim}: vLLM knows no other for qwen2",
+            advice="use a model for which they are the same",
         )
-    width = spec.expert_ffn if spec.experts else spec.ffn
-    _divides(key, size, "expert width" if spec.experts else "feed-forward width", width)
+
+
+def _smaller_engines(config: RunConfig, spec: ModelSpec) -> tuple[Values, ...]:
+    most = min(config.rollout.tensor_parallel, spec.heads)
+    return tuple({"rollout.tensor_parallel": size} for size in range(most, 0, -1))
+
+
+def _cpu_engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """What vLLM needs where there is no GPU."""
     if has_gpu():
         return
     if spec.head_dim not in CPU_HEAD_DIMS:
-        raise ConfigError(
-            f"trainer.model ({config.trainer.model}) has head_dim {spec.head_dim}; vLLM on a CPU needs one of "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}: use a model with head_dim 32 or 64, or a machine with a GPU"
+        yield Problem(
+            "trainer.model",
+            config.trainer.model,
+            f"must have a head_dim that vLLM's CPU attention knows ({', '.join(map(str, CPU_HEAD_DIMS))}), not "
+            f"{spec.head_dim}",
+            advice="use a model with a head_dim of 32 or 64, or a machine with a GPU",
         )
-    if spec.experts and (spec.hidden % CPU_MOE_MULTIPLE or (width // size) % CPU_MOE_MULTIPLE):
-        raise ConfigError(
-            f"{key} ({size}) must leave hidden size ({spec.hidden}) and expert width per rank ({width // size}) "
-            f"multiples of {CPU_MOE_MULTIPLE}: vLLM's CPU expert kernel works in such blocks; use {key}=1"
+    blocks = f"of {CPU_MOE_MULTIPLE}: vLLM's CPU expert kernel works in such blocks"
+    if math.gcd(spec.hidden, spec.expert_ffn) % CPU_MOE_MULTIPLE and spec.experts:
+        yield Problem(
+            "trainer.model",
+            config.trainer.model,
+            f"must have hidden size ({spec.hidden}) and expert width ({spec.expert_ffn}) in multiples {blocks}",
+            advice="use another model, or a machine with a GPU",
         )
+    key, size = "rollout.tensor_parallel", config.rollout.tensor_parallel
+    if spec.expert_ffn // size % CPU_MOE_MULTIPLE:
+        rule = f"must leave every rank an expert width ({spec.expert_ffn} / {size}) that is a multiple {blocks}"
+        yield Problem(key, size, rule, _smaller_engines(config, spec))
 
 
-def _check_precision(config: RunConfig) -> None:
-    recipe = config.trainer.precision.recipe
+def _precision_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    key, recipe = "trainer.precision.recipe", config.trainer.precision.recipe
     if RECIPES[recipe].needs_transformer_engine and not has_gpu():
-        raise ConfigError(
-            f"trainer.precision.recipe ({recipe}) needs Transformer Engine on a GPU, and there is no GPU here; "
-            "use trainer.precision.recipe=fp32 or bf16"
-        )
+        rule = "must be fp32 or bf16 here: it needs Transformer Engine on a GPU, and there is none"
+        yield Problem(key, recipe, rule, ({key: "fp32"}, {key: "bf16"}))

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.policies.smollm2 import write_smollm2
+from megarl.weights.export import KEPT_FILES
 from megarl.weights.folders import appearing
+from megarl.weights.hf_files import check_folder, read_headers
 from megarl.weights.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_KEPT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ROUTER_STD = 0.02
 
 
@@ -45,6 +46,7 @@ def upcycle(source: Path, output: Path, *, experts: int, top_k: int, seed: int =
     spec = ModelSpec.from_folder(source)
     if spec.family != "llama":
         raise ValueError(f"SOURCE ({source}) must be a dense Llama, and is {spec.family}: only Llama becomes a Mixtral")
+    check_folder(source, spec)
     with appearing(output) as scratch:
         _write(source, scratch, experts, top_k, seed)
 
@@ -56,7 +58,7 @@ def _write(source: Path, scratch: Path, experts: int, top_k: int, seed: int) -> 
     tensors = dict(_tensors(source, config["num_hidden_layers"], config["hidden_size"], experts, seed))
     save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
     (scratch / "config.json").write_text(json.dumps(_mixtral_config(config, experts, top_k), indent=2) + "\n")
-    for name in _KEPT_FILES:
+    for name in KEPT_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, scratch / name)
 
@@ -81,7 +83,7 @@ def _tensors(source: Path, layers: int, hidden: int, experts: int, seed: int) ->
 
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32
-    for path in sorted(source.glob("*.safetensors")):
+    for path in sorted({header.file for header in read_headers(source).values()}):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 tensor = file.get_tensor(name)

@@ -28,7 +28,9 @@ ITEM_BYTES = {"F32": 4, "BF16": 2}
 KEPT_FILES = (
     "generation_config.json",
     "tokenizer.json",
+    "tokenizer.model",
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
@@ -119,10 +121,16 @@ def create_files(folder: Path, plan: FilePlan) -> None:
 
 
 def owned_tiles(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names) -> Iterator[tuple[str, Tile]]:
-    """(parameter, tile) of everything ``rank`` has to write: of equal replicas the lowest rank is the owner."""
-    taken = {(tile.hf_name, tile.hf_rect) for other in range(rank) for _, tile in _tiles(spec, layout, other, names)}
+    """(parameter, tile) of everything ``rank`` has to write: of equal replicas the lowest rank is the owner.
+
+    Data-parallel ranks are replicas of each other, experts along their own axis; tensor-parallel ranks are replicas in
+    what they hold whole, which is what they have in common with tensor-parallel rank 0 of their group.
+    """
+    dense, expert = layout.dense(rank), layout.expert(rank)
+    of_tp_0 = set(_tiles(spec, layout, rank - dense.tp, names)) if dense.tp else set()
     for name, tile in _tiles(spec, layout, rank, names):
-        if (tile.hf_name, tile.hf_rect) not in taken:
+        is_replica = expert.edp if ".experts." in name else dense.dp or dense.cp or (name, tile) in of_tp_0
+        if not is_replica:
             yield name, tile
 
 

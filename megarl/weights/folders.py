@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 
@@ -17,7 +18,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         ValueError: ``folder`` exists already.
     """
     if folder.exists():
-        raise ValueError(f"{folder} must not exist yet: nothing is overwritten; choose another folder, or remove it")
+        raise ValueError(f"{folder} must not exist yet: nothing is overwritten; use {free_name(folder)}, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     scratch.chmod(0o755)
@@ -27,3 +28,9 @@ def appearing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def free_name(folder: Path) -> Path:
+    """``folder`` with the lowest number behind it, from 2 on, that makes it a name nobody has."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(name for name in names if not name.exists())

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.data.renderer import Renderer
 from megarl.policies.smollm2 import gguf_path
@@ -49,6 +50,17 @@ def test_only_a_llama_can_be_upcycled_and_nothing_is_overwritten(tmp_path: Path)
     (tmp_path / "moe").mkdir()
     with pytest.raises(ValueError, match="must not exist"):
         upcycle(tmp_path / "llama", tmp_path / "moe", experts=4, top_k=2)
+
+
+def test_a_source_with_a_tensor_missing_is_refused(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "dense")
+    path = tmp_path / "dense/model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        upcycle(tmp_path / "dense", tmp_path / "moe", experts=4, top_k=2)
+    assert not (tmp_path / "moe").exists()
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megarl.weights.export import create_files, exported_dtype, owned_tiles, plan_files, write_tiles
-from megarl.weights.folders import appearing
 from megarl.weights.hf_files import ShardReader, check_folder
-from megarl.weights.megatron_layout import MegatronLayout, megatron_params
+from megarl.weights.megatron_layout import MegatronLayout, Names, megatron_params
 from megarl.weights.spec import ModelSpec
-from tests.trainer.families import FAMILIES, MOE_FAMILIES, write_model
+from tests.trainer.families import FAMILIES, MOE_FAMILIES, VOCAB, logits_of, write_model
 
 LAYOUTS = {
     "one rank": MegatronLayout(),
@@ -21,21 +22,25 @@ LAYOUTS = {
     "tp 2 ep 2": MegatronLayout(tp=2, ep=2, world_size=2),
     "pp 2 ep 2": MegatronLayout(pp=2, ep=2, world_size=4),
     "tp 2 etp 2": MegatronLayout(tp=2, etp=2, world_size=2),
+    "tp 2 ep 2, two replicas of both": MegatronLayout(tp=2, ep=2, world_size=4),
+    "tp 2, experts on every rank": MegatronLayout(tp=2, world_size=4),
 }
 
 
-def _export(source: Path, folder: Path, layout: MegatronLayout, **more: int) -> int:
+def _export(
+    source: Path, folder: Path, layout: MegatronLayout, *, dtype: str = "F32", names: Names = "local", **more: int
+) -> int:
     """Import ``source`` into fake shards of ``layout`` and export them; bytes written by all ranks."""
     spec = ModelSpec.from_folder(source)
-    plan = plan_files(spec.hf_tensors(), "F32", **more)
+    plan = plan_files(spec.hf_tensors(), dtype, **more)
     folder.mkdir()
     create_files(folder, plan)
     written = 0
     with ShardReader(source) as reader:
         for rank in range(layout.world_size):
-            shards = megatron_params(spec, layout, rank)
+            shards = megatron_params(spec, layout, rank, names)
             params = {name: reader.read(shard, torch.float32) for name, shard in shards.items()}
-            written += write_tiles(folder, plan, owned_tiles(spec, layout, rank, "local"), params)
+            written += write_tiles(folder, plan, owned_tiles(spec, layout, rank, names), params)
     return written
 
 
@@ -47,7 +52,8 @@ def test_an_export_is_bit_for_bit_what_was_imported_in_every_layout(family: str,
     for name, layout in LAYOUTS.items():
         if (layout.ep > 1 or layout.etp > 1) and family not in MOE_FAMILIES:
             continue
-        written = _export(tmp_path / "source", tmp_path / name, layout)
+        names: Names = "te" if layout.tp > 1 else "local"
+        written = _export(tmp_path / "source", tmp_path / name, layout, names=names)
         check_folder(tmp_path / name, spec)
         exported = load_file(tmp_path / name / "model.safetensors")
         assert exported.keys() == spec.hf_tensors().keys()
@@ -66,18 +72,26 @@ def test_a_large_export_is_several_files_with_an_index(tmp_path: Path) -> None:
     check_folder(tmp_path / "many", ModelSpec.from_folder(tmp_path / "source"))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_transformers_loads_an_export_of_several_files(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, ids = write_model(family, tmp_path / "source"), np.arange(40) * 7 % VOCAB
+    _export(tmp_path / "source", tmp_path / "many", LAYOUTS["tp 2 pp 2"], max_file_bytes=200_000)
+    shutil.copy(tmp_path / "source/config.json", tmp_path / "many")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32)
+    assert np.array_equal(logits_of(exported, ids), logits_of(model, ids))
+
+
+def test_a_bf16_export_of_fp32_shards_is_rounded_once(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "source")
+    _export(tmp_path / "source", tmp_path / "bf16", LAYOUTS["tp 2 pp 2"], dtype="BF16")
+    original = load_file(tmp_path / "source/model.safetensors")
+    exported = load_file(tmp_path / "bf16/model.safetensors")
+    assert all(torch.equal(exported[name], original[name].bfloat16()) for name in exported)
+
+
 @pytest.mark.parametrize(("config", "expected"), [({"dtype": "bfloat16"}, "BF16"), ({"torch_dtype": "float32"}, "F32")])
 def test_the_number_format_is_the_configs(config: dict[str, str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert exported_dtype(tmp_path) == expected
-
-
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), appearing(tmp_path / "half") as scratch:
-        (scratch / "nowhere/file").write_text("half")
-    assert list(tmp_path.iterdir()) == []
-    with appearing(tmp_path / "whole") as scratch:
-        (scratch / "file").write_text("whole")
-    assert (tmp_path / "whole/file").read_text() == "whole"
-    with pytest.raises(ValueError, match="must not exist"), appearing(tmp_path / "whole"):
-        pass
