@@ -68,7 +68,7 @@ async def run_training(config: RunConfig) -> str:
 
 async def run_sft(config: RunConfig) -> str:
     """``megarl sft``: where the warm-started policy was written."""
-    from rich.progress import track
+    from rich.progress import Progress
 
     config = config.model_copy(
         update={
@@ -80,13 +80,14 @@ async def run_sft(config: RunConfig) -> str:
     with RayCluster() as cluster:
         trainer = await _start_trainer(cluster, config)
         task = make_task(config.data, config.seed + SEED_OFFSET)
-        bar = iter(track(range(config.sft.steps + 1), description="warm start"))
+        with Progress() as progress:
+            bar = progress.add_task("warm start", total=config.sft.steps)
 
-        def report(step: int, loss: float) -> None:
-            next(bar)
-            losses.append(loss)
+            def report(step: int, loss: float) -> None:
+                progress.update(bar, completed=step)
+                losses.append(loss)
 
-        await warm_start(trainer, task, _renderer(config), config, report)
+            await warm_start(trainer, task, _renderer(config), config, report)
         await trainer.export(config.sft.output)
     return f"{config.sft.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {config.sft.output}"
 

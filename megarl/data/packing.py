@@ -36,11 +36,7 @@ def pack_one(
     kept = [number for number, sample in enumerate(samples) if sample.num_loss_tokens]
     chosen, chosen_weights = [samples[n] for n in kept], [weights[n] for n in kept]
     bins = _distribute([len(s.token_ids) for s in chosen], trainer.max_tokens_per_micro_batch, dp_size)
-    multiple = trainer.parallel.tp
-    micro_batches = tuple(
-        tuple(_micro_batch([chosen[n] for n in bin], [chosen_weights[n] for n in bin], multiple) for bin in rank)
-        for rank in bins
-    )
+    micro_batches = _micro_batches(chosen, chosen_weights, bins, trainer)
     return TrainBatch(micro_batches, num_loss_tokens=sum(s.num_loss_tokens for s in chosen))
 
 
@@ -69,10 +65,7 @@ def pack_for_scoring(samples: Sequence[Sample], trainer: TrainerConfig, *, dp_si
     """All ``samples``, whether they carry loss or not."""
     lengths = [len(sample.token_ids) for sample in samples]
     bins = _distribute(lengths, trainer.max_tokens_per_micro_batch, dp_size)
-    micro_batches = tuple(
-        tuple(_micro_batch([samples[n] for n in bin], [0.0] * len(bin), trainer.parallel.tp) for bin in rank)
-        for rank in bins
-    )
+    micro_batches = _micro_batches(samples, [0.0] * len(samples), bins, trainer)
     return ScoringPack(micro_batches, bins, tuple(lengths))
 
 
@@ -130,6 +123,15 @@ def _balance(order: Sequence[int], lengths: Sequence[int], count: int) -> list[l
     return bins
 
 
+def _micro_batches(
+    samples: Sequence[Sample], weights: Sequence[float], bins: Bins, trainer: TrainerConfig
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    return tuple(
+        tuple(_micro_batch([samples[n] for n in bin], [weights[n] for n in bin], trainer.parallel.tp) for bin in rank)
+        for rank in bins
+    )
+
+
 def _micro_batch(samples: Sequence[Sample], weights: Sequence[float], multiple: int) -> MicroBatch:
     """``samples`` one after the other, then a segment of padding up to a multiple of ``multiple``.
 
@@ -138,9 +140,7 @@ def _micro_batch(samples: Sequence[Sample], weights: Sequence[float], multiple: 
     lengths = [len(sample.token_ids) for sample in samples]
     padding = -sum(lengths) % multiple if lengths else multiple
     segments = [*lengths, padding] if padding else lengths
-    weight_parts = [
-        w * (s.loss_mask if s.in_loss else np.zeros_like(s.loss_mask)) for s, w in zip(samples, weights, strict=True)
-    ]
+    weight_parts = [w * s.loss_mask for s, w in zip(samples, weights, strict=True)]
     return MicroBatch(
         tokens=_join([s.token_ids for s in samples], padding, np.int32),
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in segments]),

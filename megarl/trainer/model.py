@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import TrainerConfig
@@ -150,8 +151,6 @@ def _reduce_experts_apart(model: torch.nn.Module) -> None:
 
 def _block_spec(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:
     """The layers of this stage and the final norm."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
     layer = layer_spec(spec)
     if parameter_names() == "te":
         return layer

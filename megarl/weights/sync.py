@@ -45,8 +45,9 @@ class Bytes:
 class ProbeRule:
     """When engine and trainer count as equal on the fixed prompts, from |difference| of all their log-probabilities.
 
-    In fp32 the largest one decides. In bf16 single unlikely tokens differ by tenths between two right implementations,
-    and more where a router's choice flips, so there it is the mean; weights that did not arrive differ by whole nats.
+    In fp32 the largest one decides, and a single update that did not arrive is seen. In bf16 single unlikely tokens
+    differ by tenths, so there it is the mean, and only weights that are wrong altogether are seen: what proves a bf16
+    sync are the checksums and the probe of the modules.
     """
 
     statistic: Literal["largest", "mean"]
@@ -89,7 +90,9 @@ class BridgeSync:
         self._require_agreement("staged", await self._engine.verify_staged(version), content_digest, version=None)
         staged = self._clock()
         await self._engine.pause()
+        paused = self._clock()
         await self._install(version, content_digest)
+        installed = self._clock()
         await self._engine.resume(version)
         resumed = self._clock()
         difference = await self._probe(version) if self._probe_is_due() else None
@@ -99,7 +102,7 @@ class BridgeSync:
             bytes_moved=self._size.moved,
             lower_bound_bytes=self._size.lower_bound,
             stage_s=staged - start,
-            install_s=resumed - staged,
+            install_s=installed - paused,
             pause_s=resumed - staged,
             probe_max_diff=difference,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ _BASE: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+_SHIPPED = Path(__file__).parents[2] / "configs/models"
+QWEN3_30B_A3B: dict[str, Any] = json.loads((_SHIPPED / "Qwen3-30B-A3B/config.json").read_text())
+"""The published model, as the eight-GPU config names it."""
+
 _MOE = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 
 CONFIGS: dict[str, dict[str, Any]] = {

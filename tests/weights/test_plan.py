@@ -17,24 +17,8 @@ from megarl.weights.mappings import Rect, ShardSpec, Tile, view_2d
 from megarl.weights.megatron_layout import MegatronLayout, megatron_params
 from megarl.weights.plan import Plan, cover_problem, make_plan, plan_between
 from megarl.weights.spec import ModelSpec
-from tests.weights.models import CONFIGS, numbered_weights
+from tests.weights.models import CONFIGS, QWEN3_30B_A3B, numbered_weights
 from tests.weights.sharders import engine_shards, megatron_shards
-
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
 
 
 def view(array: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.weights.spec import ModelSpec
-from tests.weights.models import CONFIGS
+from tests.weights.models import CONFIGS, QWEN3_30B_A3B
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "SmolLM2-135M": (
@@ -58,22 +58,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         596_049_920,
     ),
     "Qwen3-30B-A3B": (
-        {
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-        },
+        QWEN3_30B_A3B,
         30_532_122_624,
     ),
     "Mixtral-8x7B": (
