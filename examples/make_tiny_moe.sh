@@ -7,9 +7,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:-models/tiny_moe}
-random=$output-random
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+random=$scratch/random
 
 VENV=.venv bash ci/setup.sh
 .venv/bin/megarl init configs/moe_grpo_cpu.yaml "$random"
 .venv/bin/megarl sft configs/moe_grpo_cpu.yaml trainer.model="$random" sft.output="$output"
-rm -r "$random"

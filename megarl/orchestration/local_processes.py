@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -28,25 +29,26 @@ class LocalProcesses:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Children of this process that appear inside are Ray's servers; none do when Ray runs elsewhere."""
+        command = [sys.executable, "-E", "-S", guard.__file__, str(os.getpid())]
+        # A session of its own keeps the guard away from the terminal's Ctrl-C.
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         others = set(psutil.Process().children())
-        yield
+        try:
+            yield
+        except BaseException:
+            self._know_servers(others)
+            self.end()
+            raise
+        self._know_servers(others)
+
+    def _know_servers(self, others: set[psutil.Process]) -> None:
         self._servers = set(psutil.Process().children()) - others
-        if self._servers:
-            command = [sys.executable, "-E", "-S", guard.__file__]
-            # A session of its own keeps the guard away from the terminal's Ctrl-C.
-            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-            self.refresh()
+        self.refresh()
 
     def refresh(self) -> None:
         """Get to know the servers' descendants of this moment."""
-        found = set(self._servers)
         for server in self._servers:
-            found |= _descendants(server)
-        if self._guard is not None and self._guard.stdin is not None:
-            for process in found - self._known:
-                self._guard.stdin.write(f"{process.pid} {guard.start_time(process.pid)}\n")
-            self._guard.stdin.flush()
-        self._known |= found
+            self._known |= {server} | _descendants(server)
 
     def kill_all_but(self, name: str) -> None:
         """End everything at once but the server called ``name``; then remove the shared memory that was left.
@@ -55,20 +57,16 @@ class LocalProcesses:
         """
         self.refresh()
         segments = _mapped(self._known)
-        doomed = [process for process in self._known if _is_alive(process, but=name)]
-        for process in doomed:
-            with suppress(psutil.NoSuchProcess):  # some end by themselves when one before them is gone
-                process.kill()
-        _wait_for_end(doomed)
+        _kill(process for process in self._known if _is_alive(process, but=name))
         if segments:
             for path in segments - _mapped(psutil.process_iter()):
                 path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """End what is left, and the guard."""
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            self._guard.wait()
+        _kill(process for process in self._known if _is_alive(process))
+        if self._guard is not None:
+            self._guard.communicate("all is well\n")
         self._guard, self._servers, self._known = None, set(), set()
 
 
@@ -87,9 +85,14 @@ def _is_alive(process: psutil.Process, but: str = "") -> bool:
         return False
 
 
-def _wait_for_end(processes: Iterable[psutil.Process]) -> None:
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill all of them and wait until they are gone."""
+    doomed = list(processes)
+    for process in doomed:
+        with suppress(psutil.NoSuchProcess):  # some end by themselves when one before them is gone
+            process.kill()
     deadline = time.monotonic() + _GONE_AFTER_S
-    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+    while any(_is_alive(process) for process in doomed) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

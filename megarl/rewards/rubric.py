@@ -74,7 +74,12 @@ def _from_file(name: str) -> RewardFn:
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code: whatever it raises is a mistake of theirs
+        raise ValueError(
+            f"rewards.name ({name}) must name a file that can be imported: {type(error).__name__}: {error}; mend {path}"
+        ) from error
     function: RewardFn | None = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"rewards.name ({name}) must name a function of {path}; it has no {function_name}")

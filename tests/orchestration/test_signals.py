@@ -80,6 +80,31 @@ def test_a_killed_driver_takes_all_it_started_down(busy):
     seconds_until(lambda: not alive(started), limit_s=10)
 
 
+STARTING = """
+import sys
+from megarl.orchestration.ray_workers import RayCluster
+with RayCluster(object_store_bytes=100 * 2**20):
+    sys.exit("it was to be killed while Ray starts")
+"""
+
+
+@pytest.mark.slow
+def test_a_driver_killed_while_ray_starts_takes_all_it_started_down():
+    driver = run_python("-c", STARTING)
+    started: set[int] = set()
+
+    def several() -> bool:
+        started.update(process.pid for process in psutil.Process(driver.pid).children(recursive=True))
+        return len(started) > 3
+
+    seconds_until(several, limit_s=30)
+    time.sleep(0.5)
+    started.update(process.pid for process in psutil.Process(driver.pid).children(recursive=True))
+    driver.kill()
+    seconds_until(lambda: not alive(list(started)), limit_s=5)
+    assert driver.communicate()[1] == ""
+
+
 HANGING = """
 import asyncio, sys, time
 from megarl.orchestration.signals import run_until_signal

@@ -69,9 +69,15 @@ def test_a_reward_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("taks", "must be task, exact_match or"), ("none.py:f", "no none.py"), ("{folder}/own.py:g", "has no g")],
+    [
+        ("taks", "must be task, exact_match or"),
+        ("none.py:f", "no none.py"),
+        ("{folder}/own.py:g", "has no g"),
+        ("{folder}/broken.py:f", "can be imported: ModuleNotFoundError: No module named 'nowhere'; mend"),
+    ],
 )
 def test_an_unknown_reward_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "own.py").write_text("def f(trajectory):\n    return 1.0\n")
+    (tmp_path / "broken.py").write_text("import nowhere\n")
     with pytest.raises(ValueError, match=message):
         make_rewards((RewardConfig(name=name.format(folder=tmp_path)),), _gym())
