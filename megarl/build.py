@@ -31,7 +31,7 @@ from megarl.tracking.run import CURVES_FILE, add_curves, mlflow_uri, open_tracke
 from megarl.tracking.summary import Places, run_summary
 from megarl.trainer.settings import WorkerSettings, layout_of
 from megarl.trainer.trainer import MegatronTrainer
-from megarl.weights.engine_layout import EngineLayout
+from megarl.weights.engine_layout import engine_layout_of
 from megarl.weights.plan import Plan, make_plan
 from megarl.weights.spec import ModelSpec
 from megarl.weights.sync import BridgeSync, Bytes, ProbeRule
@@ -117,7 +117,7 @@ async def run_export(config: RunConfig, output: Path) -> str:
 async def _system(config: RunConfig, tracker: Tracker) -> AsyncIterator[System]:
     """Everything a run consists of, started; all of it is gone afterwards."""
     spec = ModelSpec.from_folder(config.trainer.model)
-    plan = make_plan(spec, layout_of(config.trainer.parallel), EngineLayout(tp=config.rollout.tensor_parallel))
+    plan = make_plan(spec, layout_of(config.trainer.parallel), engine_layout_of(config.rollout))
     area = StagingArea(f"{config.name}-{os.getpid()}", plan, config.rollout.dtype)
     with RayCluster() as cluster, OwnedSegments.create(area):  # starting Ray cannot be interrupted: segments come after
         trainer, engines = await asyncio.gather(_start_trainer(cluster, config), _start_engines(cluster, config))

@@ -116,6 +116,12 @@ class ParallelConfig(Section):
     cp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
     etp: int = Field(1, ge=1)
+    first_stage_layers: int | None = Field(None, ge=0)
+    """Layers of the first pipeline stage, when it differs from the others; null is the even share."""
+    last_stage_layers: int | None = Field(None, ge=0)
+    """The same for the last stage."""
+    pipeline_layout: str = ""
+    """What every stage holds, as Megatron writes it: E the embedding, t a layer, L the loss, such as Ettt|tttt|tttL."""
 
     @property
     def dp(self) -> int:
@@ -172,6 +178,9 @@ class RolloutConfig(Section):
     replicas: int = Field(1, ge=1)
     tensor_parallel: int = Field(1, ge=1)
     expert_parallel: bool = False
+    """Every expert whole on one rank of an engine, instead of a part of it on each."""
+    expert_placement: Literal["linear", "round_robin"] = "linear"
+    """Which experts a rank has; round_robin needs a model that chooses among groups of experts."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -313,10 +322,13 @@ def changed(section: _S, values: Values) -> _S:
 
 
 def _parallel_problems(sizes: ParallelConfig) -> Iterator[Problem]:
-    for name in ("vpp", "cp"):
-        key, size = f"trainer.parallel.{name}", getattr(sizes, name)
-        if size != 1:
-            yield Problem(key, size, "must be 1: it is not supported yet", ({key: 1},))
+    if sizes.cp != 1:
+        yield Problem(
+            "trainer.parallel.cp", sizes.cp, "must be 1: it is not supported yet", ({"trainer.parallel.cp": 1},)
+        )
+    if sizes.vpp != 1 and sizes.pp == 1:
+        rule = "must be 1 without pipeline stages (trainer.parallel.pp is 1)"
+        yield Problem("trainer.parallel.vpp", sizes.vpp, rule, ({"trainer.parallel.vpp": 1},))
     dense, expert = sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp
     for grid, product in (("tp x pp x cp", dense), ("etp x ep x pp", expert)):
         if sizes.world_size % product:
@@ -364,12 +376,6 @@ def _sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         (rollout.temperature <= 0, "temperature", "must be > 0: greedy samples of a prompt are all the same", 1.0),
         (rollout.top_p != 1.0, "top_p", f"must be 1.0: {unknown}", 1.0),
         (rollout.top_k != 0, "top_k", f"must be 0: {unknown}", 0),
-        (
-            rollout.expert_parallel,
-            "expert_parallel",
-            "must be false: it is not supported yet, rollout.tensor_parallel cuts every expert instead",
-            False,
-        ),
     )
     for broken, name, rule, way_out in rules:
         if broken:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megarl.config import RunConfig, TrainerConfig
 from megarl.precision import RECIPES
 from megarl.trainer.settings import layout_of
-from megarl.weights.engine_layout import EngineLayout, engine_params
+from megarl.weights.engine_layout import engine_layout_of, engine_params
 from megarl.weights.mappings import ShardSpec
 from megarl.weights.megatron_layout import megatron_params
 from megarl.weights.spec import ModelSpec
@@ -52,9 +52,8 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     stages = (_Counts.of(megatron_params(spec, layout, rank)) for rank in first_ranks)
     most = max(stages, key=lambda counts: counts.dense + counts.expert)
     state_bytes = 12 if recipe.bf16 else 8  # an fp32 copy and Adam's two moments; an fp32 parameter is its own copy
-    engine = _Counts.of(engine_params(spec, EngineLayout(tp=rollout.tensor_parallel), 0))
+    engine = _Counts.of(engine_params(spec, engine_layout_of(rollout), 0))
     engine_itemsize = 2 if rollout.dtype == "bf16" else 4
-    kv_heads = max(1, spec.kv_heads // rollout.tensor_parallel)
     return Estimate(
         num_parameters=spec.num_params,
         trainer_weights=(most.dense + most.expert) * (2 if recipe.bf16 else 4),
@@ -64,8 +63,15 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         trainer_activations=_activations(config.trainer, spec),
         trainer_logits=_logits(config.trainer, layout.padded_vocab(spec.vocab)),
         engine_weights=(engine.dense + engine.expert) * engine_itemsize,
-        engine_kv_per_token=2 * spec.layers * kv_heads * spec.head_dim * engine_itemsize,
+        engine_kv_per_token=spec.layers * _kv_numbers(spec, rollout.tensor_parallel) * engine_itemsize,
     )
+
+
+def _kv_numbers(spec: ModelSpec, tensor_parallel: int) -> int:
+    """Numbers that one layer caches for one token on one engine rank; every rank caches the whole latent vector."""
+    if spec.latent is not None:
+        return spec.latent.kv_lora + spec.latent.rope_dim
+    return 2 * max(1, spec.kv_heads // tensor_parallel) * spec.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,16 @@ def _activations(trainer: TrainerConfig, spec: ModelSpec) -> int:
 
     Per token and layer, in numbers: input and output of both norms (4 hidden), queries and attention's output (2 q),
     keys and values (2 kv), then gate, up and their product (3 ffn); of every chosen expert also its input and output.
-    Everything is split over tp (sequence parallelism), and tokens are taken to spread evenly over the experts.
+    With latent attention keys and values have as many heads as queries, and the low ranks are kept too. Everything
+    is split over tp (sequence parallelism), and tokens are taken to spread evenly over the experts.
     """
     sizes, itemsize = spec.sizes(), 2 if RECIPES[trainer.precision.recipe].bf16 else 4
-    attention = 4 * spec.hidden + 2 * sizes["q"] + 2 * sizes["kv"]
-    mlp = spec.top_k * (2 * spec.hidden + 3 * spec.expert_ffn) if spec.experts else 3 * spec.ffn
-    layers_under_way = spec.layers  # pp micro-batches of layers / pp each
-    return trainer.max_tokens_per_micro_batch * layers_under_way * (attention + mlp) * itemsize // trainer.parallel.tp
+    attention = 4 * spec.hidden + 2 * sizes["q"]
+    attention += sizes["q"] + sizes["kv_up"] + sizes["q_lora"] + sizes["kv_lora"] if spec.latent else 2 * sizes["kv"]
+    experts = spec.top_k * (2 * spec.hidden + 3 * spec.expert_ffn) + 3 * spec.shared_ffn
+    mlps = spec.dense_layers * 3 * spec.ffn + (spec.layers - spec.dense_layers) * experts
+    numbers = spec.layers * attention + mlps  # pp micro-batches of layers / pp each
+    return trainer.max_tokens_per_micro_batch * numbers * itemsize // trainer.parallel.tp
 
 
 def _logits(trainer: TrainerConfig, padded_vocab: int) -> int:

@@ -16,7 +16,8 @@ from megarl.config_errors import ConfigError, Problem, Values, users_mistake
 from megarl.data.prompts import make_task
 from megarl.precision import RECIPES
 from megarl.rewards import make_rewards
-from megarl.weights.engine_layout import EngineLayout
+from megarl.trainer.settings import layout_of
+from megarl.weights.engine_layout import EngineLayout, engine_layout_of
 from megarl.weights.hf_files import check_folder
 from megarl.weights.spec import ModelSpec
 
@@ -24,6 +25,8 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Problem]]
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention."""
+CPU_LATENT_DIM = 576
+"""Size of a cached latent vector that vLLM's CPU kernel for latent attention is compiled for."""
 CPU_MOE_MULTIPLE = 32
 """vLLM's CPU expert kernel works in blocks of this many columns."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -47,6 +50,10 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
     spec = _model(config)
     here: tuple[Rule, ...] = (_cpu_engine_problems, _precision_problems) if weights else ()
     _refuse(config, spec, (_length_problems, _trainer_problems, _engine_problems, *here))
+    with users_mistake("trainer.parallel"):
+        layout_of(config.trainer.parallel).check(spec)
+    with users_mistake("rollout"):
+        engine_layout_of(config.rollout).check(spec)
     with users_mistake():
         task = make_task(config.data, config.seed)
         task.heldout()
@@ -113,16 +120,17 @@ def _length_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _trainer_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    sizes = config.trainer.parallel
+    is_even = sizes.first_stage_layers is None and sizes.last_stage_layers is None and not sizes.pipeline_layout
     parts = [
         ("tp", "attention heads", spec.heads),
-        ("tp", "key-value heads", spec.kv_heads),
-        ("pp", "layers", spec.layers),
+        ("tp", "key-value heads", 0 if spec.latent else spec.kv_heads),
+        ("pp", "layers", spec.layers if is_even else 0),
+        ("tp", "feed-forward width", spec.ffn if spec.dense_layers else 0),
+        ("tp", "shared experts' width", spec.shared_ffn),
+        ("ep", "experts", spec.experts),
+        ("etp", "expert width", spec.expert_ffn),
     ]
-    if spec.experts:
-        parts += [("ep", "experts", spec.experts), ("etp", "expert width", spec.expert_ffn)]
-    else:
-        parts += [("tp", "feed-forward width", spec.ffn)]
-    sizes = config.trainer.parallel
     for name, what, total in parts:
         size = getattr(sizes, name)
         if total % size:
@@ -147,13 +155,15 @@ def _engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     key, size = "rollout.tensor_parallel", config.rollout.tensor_parallel
     parts = (
         ("attention heads", spec.heads),
-        ("expert width", spec.expert_ffn) if spec.experts else ("feed-forward width", spec.ffn),
+        ("expert width", 0 if config.rollout.expert_parallel else spec.expert_ffn),
+        ("feed-forward width", spec.ffn if spec.dense_layers else 0),
+        ("shared experts' width", spec.shared_ffn),
         ("padded vocabulary", EngineLayout(size).padded_vocab(spec.vocab)),
     )
     for what, total in parts:
         if total % size:
             yield Problem(key, size, f"must divide the model's {what} ({total})", _smaller_engines(config, spec))
-    if spec.kv_heads % size and size % spec.kv_heads:
+    if spec.latent is None and spec.kv_heads % size and size % spec.kv_heads:
         rule = f"must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them"
         yield Problem(key, size, rule, _smaller_engines(config, spec))
     if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
@@ -175,7 +185,15 @@ def _cpu_engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem
     """What vLLM needs where there is no GPU."""
     if has_gpu():
         return
-    if spec.head_dim not in CPU_HEAD_DIMS:
+    if spec.latent and spec.latent.kv_lora + spec.latent.rope_dim != CPU_LATENT_DIM:
+        yield Problem(
+            "trainer.model",
+            config.trainer.model,
+            f"must have kv_lora_rank + qk_rope_head_dim of {CPU_LATENT_DIM}, the one size of vLLM's CPU kernel, not "
+            f"{spec.latent.kv_lora + spec.latent.rope_dim}",
+            advice="use a model with 512 + 64, or a machine with a GPU",
+        )
+    if spec.latent is None and spec.head_dim not in CPU_HEAD_DIMS:
         yield Problem(
             "trainer.model",
             config.trainer.model,
@@ -192,7 +210,7 @@ def _cpu_engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem
             advice="use another model, or a machine with a GPU",
         )
     key, size = "rollout.tensor_parallel", config.rollout.tensor_parallel
-    if spec.expert_ffn // size % CPU_MOE_MULTIPLE:
+    if not config.rollout.expert_parallel and spec.expert_ffn // size % CPU_MOE_MULTIPLE:
         rule = f"must leave every rank an expert width ({spec.expert_ffn} / {size}) that is a multiple {blocks}"
         yield Problem(key, size, rule, _smaller_engines(config, spec))
 

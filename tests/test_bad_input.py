@@ -72,7 +72,28 @@ CASES = {
         ["trainer.parallel.cp=2", "trainer.parallel.world_size=4"],
         ["trainer.parallel.cp", "2"],
     ),
-    "expert-parallel engines": (["rollout.expert_parallel=true"], ["rollout.expert_parallel"]),
+    "experts dealt out in turn without groups": (
+        ["rollout.expert_parallel=true", "rollout.expert_placement=round_robin"],
+        ["rollout", "round_robin", "use linear"],
+    ),
+    "a pipeline layout with too few layers": (
+        [
+            "trainer.parallel.tp=1",
+            "trainer.parallel.ep=1",
+            "trainer.parallel.pp=2",
+            "trainer.parallel.pipeline_layout=Ett|tL",
+        ],
+        ["trainer.parallel", "pipeline_layout (Ett|tL)", "all 4 layers"],
+    ),
+    "a pipeline layout of other stages": (
+        [
+            "trainer.parallel.tp=1",
+            "trainer.parallel.ep=1",
+            "trainer.parallel.pp=2",
+            "trainer.parallel.pipeline_layout=Etttt|t|L",
+        ],
+        ["trainer.parallel", "pipeline_layout", "pp x vpp (2) parts"],
+    ),
     "an fp8 recipe without a GPU": (["trainer.precision.recipe=blockwise"], ["trainer.precision.recipe", "blockwise"]),
     "a missing model folder": (["trainer.model=/nowhere"], ["trainer.model", "/nowhere"]),
     "a task that does not exist": (["data.task=reasoning_gym/chain_sun"], ["data.task", "chain_sun", "chain_sum"]),

@@ -35,7 +35,7 @@ def pack_one(
     """All ``samples`` that carry loss as one optimizer step; ``weights`` is the loss weight of each one's tokens."""
     kept = [number for number, sample in enumerate(samples) if sample.num_loss_tokens]
     chosen, chosen_weights = [samples[n] for n in kept], [weights[n] for n in kept]
-    bins = _distribute([len(s.token_ids) for s in chosen], trainer.max_tokens_per_micro_batch, dp_size)
+    bins = _distribute([len(s.token_ids) for s in chosen], trainer, dp_size)
     micro_batches = _micro_batches(chosen, chosen_weights, bins, trainer)
     return TrainBatch(micro_batches, num_loss_tokens=sum(s.num_loss_tokens for s in chosen))
 
@@ -64,7 +64,7 @@ class ScoringPack:
 def pack_for_scoring(samples: Sequence[Sample], trainer: TrainerConfig, *, dp_size: int) -> ScoringPack:
     """All ``samples``, whether they carry loss or not."""
     lengths = [len(sample.token_ids) for sample in samples]
-    bins = _distribute(lengths, trainer.max_tokens_per_micro_batch, dp_size)
+    bins = _distribute(lengths, trainer, dp_size)
     micro_batches = _micro_batches(samples, [0.0] * len(samples), bins, trainer)
     return ScoringPack(micro_batches, bins, tuple(lengths))
 
@@ -95,19 +95,22 @@ def _shares_of_groups(samples: Sequence[Sample], shares: int) -> list[list[Sampl
     return found
 
 
-def _distribute(lengths: Sequence[int], budget: int, dp_size: int) -> Bins:
+def _distribute(lengths: Sequence[int], trainer: TrainerConfig, dp_size: int) -> Bins:
     """Samples over ranks and micro-batches: as few as the budget allows, balanced by tokens, longest first.
 
-    The number of micro-batches is a multiple of ``dp_size``; ties go to the lower number, so the result repeats.
+    Every rank gets as many micro-batches; with interleaved pipelines a multiple of the stages, as Megatron's schedule
+    wants. Ties go to the lower number, so the result repeats.
     """
+    budget, sizes = trainer.max_tokens_per_micro_batch, trainer.parallel
+    step = dp_size * (sizes.pp if sizes.vpp > 1 else 1)
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     count = max(1, -(-sum(lengths) // budget))
     while True:
-        count = -(-count // dp_size) * dp_size
+        count = -(-count // step) * step
         bins = _balance(order, lengths, count)
         if all(sum(lengths[n] for n in bin) <= budget or len(bin) == 1 for bin in bins):
             break
-        count += dp_size
+        count += step
     per_rank = count // dp_size
     return [[sorted(bins[rank * per_rank + m]) for m in range(per_rank)] for rank in range(dp_size)]
 

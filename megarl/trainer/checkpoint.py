@@ -6,6 +6,7 @@ The state is written in a form that does not depend on the layout, so a run may 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ _log = logging.getLogger(__name__)
 
 def save(
     folder: Path,
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     rank: int,
 ) -> None:
     """Write this rank's share below ``folder``; a collective call."""
-    state = _sharded_state(model, optimizer, is_loading=False)
+    state = _sharded_state(chunks, optimizer, is_loading=False)
     state["scheduler"] = scheduler.state_dict()
     (folder / "megatron").mkdir(parents=True, exist_ok=True)
     (folder / "rng").mkdir(exist_ok=True)
@@ -45,14 +46,15 @@ def save(
 
 def load(
     folder: Path,
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     rank: int,
 ) -> None:
     """Read this rank's share of what ``save`` wrote, under this or another layout; a collective call."""
-    state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(folder / "megatron"))
-    bare(model).load_state_dict(state["model"])
+    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(folder / "megatron"))
+    for name, chunk in _names(chunks).items():
+        bare(chunk).load_state_dict(state[name])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     _load_rng(folder, rank)
@@ -76,10 +78,18 @@ def _rng_file(folder: Path, rank: int) -> Path:
     return folder / "rng" / f"rank-{rank:05d}.pt"
 
 
-def _sharded_state(model: torch.nn.Module, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    inner: Any = bare(model)
-    model_state = inner.sharded_state_dict(metadata=_METADATA)
-    return {
-        "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA),
-    }
+def _sharded_state(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, chunk in _names(chunks).items():
+        inner: Any = bare(chunk)
+        state[name] = inner.sharded_state_dict(metadata=_METADATA)
+    model_state = state if len(chunks) > 1 else state["model"]  # as Megatron's optimizer expects them
+    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+    return state
+
+
+def _names(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Chunks by Megatron's name for their part of a checkpoint."""
+    return {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}

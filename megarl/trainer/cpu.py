@@ -144,6 +144,7 @@ def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -161,5 +162,7 @@ def _patch_megatron() -> None:
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False  # it has imported a mock
     token_dispatcher.maybe_move_tensor_to_cpu = splits_to_cpu
     moe_utils.maybe_move_tensor_to_cpu = splits_to_cpu

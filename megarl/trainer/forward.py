@@ -81,7 +81,7 @@ def token_logprobs(logits_TV: Tensor, batch: DeviceBatch, settings: LogprobSetti
 
 
 def run_micro_batches(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss: Loss,
     device: torch.device,
@@ -95,8 +95,8 @@ def run_micro_batches(
     """
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss=loss, device=device),
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micro_batches),
         seq_length=max(len(batch.tokens) for batch in micro_batches),
         micro_batch_size=1,

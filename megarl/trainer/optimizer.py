@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -72,7 +72,7 @@ def _use_group_step_adam() -> None:
 
 
 def build_optimizer(
-    model: torch.nn.Module, section: OptimizerSection, *, bf16: bool, max_steps: int
+    chunks: Sequence[torch.nn.Module], section: OptimizerSection, *, bf16: bool, max_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The distributed optimizer of one rank and its learning-rate schedule, counted in optimizer steps."""
     _use_group_step_adam()
@@ -90,7 +90,7 @@ def build_optimizer(
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=True,
         ),
-        [model],
+        list(chunks),
     )
     scheduler = OptimizerParamScheduler(
         optimizer,

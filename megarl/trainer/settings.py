@@ -22,6 +22,4 @@ class WorkerSettings:
 
 def layout_of(sizes: ParallelConfig) -> MegatronLayout:
     """The weight layout that goes with the parallel sizes."""
-    return MegatronLayout(
-        tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, world_size=sizes.world_size, vpp=sizes.vpp, cp=sizes.cp
-    )
+    return MegatronLayout(**sizes.model_dump())

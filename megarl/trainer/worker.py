@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.trainer import checkpoint  # noqa: E402
 from megarl.trainer.forward import DeviceBatch, LogprobSettings, Loss, run_micro_batches, token_logprobs  # noqa: E402
-from megarl.trainer.model import bare, build_model, load_from_hugging_face, parameter_names  # noqa: E402
+from megarl.trainer.model import build_model, live_tensors, load_from_hugging_face, parameter_names  # noqa: E402
 from megarl.trainer.optimizer import build_optimizer  # noqa: E402
 from megarl.types import MicroBatch  # noqa: E402
 from megarl.weights.export import FilePlan, owned_tiles, write_tiles  # noqa: E402
@@ -40,7 +40,7 @@ from megarl.weights.transports.shm import ShmWriter, StagingArea  # noqa: E402
 
 
 class TrainerWorker:
-    """Holds this rank's shard of the model and its optimizer."""
+    """Holds this rank's shard of the model, in one chunk or several, and its optimizer."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -60,18 +60,18 @@ class TrainerWorker:
         trainer, sizes = self._settings.trainer, self._settings.trainer.parallel
         os.environ["MASTER_PORT"] = str(port)
         self._device = _init_distributed(sizes, trainer.timeout_s, self._settings.seed)
-        self._model = build_model(self._spec, trainer, self._layout)
-        load_from_hugging_face(self._model, trainer.model, self._spec, self._layout, self._rank)
+        self._chunks = build_model(self._spec, trainer, self._layout)
+        load_from_hugging_face(self._chunks, trainer.model, self._spec, self._layout, self._rank)
         self._optimizer, self._scheduler = build_optimizer(
-            self._model,
+            self._chunks,
             trainer.optimizer,
             bf16=RECIPES[trainer.precision.recipe].bf16,
             max_steps=self._settings.max_steps,
         )
         self._optimizer.reload_model_params()
         if self._settings.algorithm.kl.coef:  # kept in host memory; without a penalty nothing is kept
-            self._reference = {n: p.detach().cpu().clone() for n, p in bare(self._model).named_parameters()}
-        count = sum(p.numel() for p in bare(self._model).parameters())
+            self._reference = {n: t.detach().cpu().clone() for n, t in live_tensors(self._chunks).items()}
+        count = sum(tensor.numel() for tensor in live_tensors(self._chunks).values())
         return f"rank {self._rank}: {count:,} parameters, {parameter_names()} layers"
 
     # --- passes over micro-batches -------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class TrainerWorker:
             return logprobs.sum(), logprobs.cpu().numpy()
 
         with torch.no_grad(), self._reference_weights() if reference else nullcontext():
-            reports = run_micro_batches(self._model, micro_batches, keep, self._device, forward_only=True)
+            reports = run_micro_batches(self._chunks, micro_batches, keep, self._device, forward_only=True)
         return reports if self._reports() else None
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any] | None:
@@ -106,9 +106,10 @@ class TrainerWorker:
         return supervised_loss(token_logprobs(logits_TV, batch, self._logprob_settings(1.0)).logprob, batch)
 
     def _update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, Any] | None:
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        reports = run_micro_batches(self._model, micro_batches, loss, self._device, forward_only=False)
+        reports = run_micro_batches(self._chunks, micro_batches, loss, self._device, forward_only=False)
         grad_norm, skipped = self._optimizer_step()
         if not self._reports():
             return None
@@ -127,7 +128,7 @@ class TrainerWorker:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """The model holds the frozen reference policy while inside."""
-        current = {name: p.detach().clone() for name, p in bare(self._model).named_parameters()}
+        current = {name: tensor.detach().clone() for name, tensor in live_tensors(self._chunks).items()}
         self._copy_in(self._reference)
         try:
             yield
@@ -136,8 +137,8 @@ class TrainerWorker:
 
     def _copy_in(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter in bare(self._model).named_parameters():
-                parameter.copy_(weights[name])
+            for name, tensor in live_tensors(self._chunks).items():
+                tensor.copy_(weights[name])
 
     def _logprob_settings(self, temperature: float | None = None) -> LogprobSettings:
         return LogprobSettings(
@@ -157,26 +158,27 @@ class TrainerWorker:
 
     def stage(self, version: int) -> dict[int, bytes]:
         """Write this rank's share of ``version``; {number of the op in the plan: digest of the live shard}."""
-        return self._writer.write(version, dict(bare(self._model).named_parameters()))
+        return self._writer.write(version, live_tensors(self._chunks))
 
     def write_export(self, folder: Path, plan: FilePlan) -> int:
         """Fill this rank's share of the files of an export; bytes written."""
         tiles = owned_tiles(self._spec, self._layout, self._rank, parameter_names())
-        return write_tiles(folder, plan, tiles, dict(bare(self._model).named_parameters()))
+        return write_tiles(folder, plan, tiles, live_tensors(self._chunks))
 
     def close(self) -> None:
-        """Forget the model's groups, so that another layout can be set up in this process."""
+        """Leave the other ranks, so that another layout can be set up in this process."""
         parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of the checkpoint."""
-        checkpoint.save(folder, self._model, self._optimizer, self._scheduler, self._rank)
+        checkpoint.save(folder, self._chunks, self._optimizer, self._scheduler, self._rank)
 
     def load(self, folder: Path) -> None:
         """Read this rank's share of the checkpoint."""
-        checkpoint.load(folder, self._model, self._optimizer, self._scheduler, self._rank)
+        checkpoint.load(folder, self._chunks, self._optimizer, self._scheduler, self._rank)
 
 
 def _init_distributed(sizes: ParallelConfig, timeout_s: float, seed: int) -> torch.device:
@@ -188,6 +190,7 @@ def _init_distributed(sizes: ParallelConfig, timeout_s: float, seed: int) -> tor
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),

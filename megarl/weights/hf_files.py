@@ -29,6 +29,7 @@ FLOAT_TYPES = ("F32", "BF16", "F16")
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Constants that old transformers versions saved beside the weights."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,15 @@ def _file_headers(path: Path) -> Iterator[tuple[str, TensorHeader]]:
 
 
 def _may_be_extra(name: str, spec: ModelSpec) -> bool:
-    """Tensors that transformers ignores too: a tied head saved all the same, and derived constants."""
-    return (spec.tied and name == "lm_head.weight") or bool(_DERIVED.fullmatch(name))
+    """Tensors that transformers ignores too.
+
+    A tied head saved all the same, derived constants, and layers after the last, which predict further tokens
+    (multi-token prediction) and are neither trained nor served.
+    """
+    if (spec.tied and name == "lm_head.weight") or _DERIVED.fullmatch(name):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer.group(1)) >= spec.layers and spec.sigmoid_router is not None
 
 
 def _some(names: list[str]) -> str:

@@ -10,21 +10,25 @@ All tensors are viewed in two dimensions: [n] as [n, 1], a stack of experts [E, 
 A family (``families/``) lists one ``ParamMap`` per parameter: its name in Megatron, its name in vLLM, and the op that
 says which HF tensors it is made of and how tensor parallelism cuts them:
 
-    Whole      every rank holds all of it (norms, the router)
+    Whole      every rank holds all of it (norms, the router, projections down to a low rank)
     Vocab      rows cut evenly after padding with zero rows (embedding, output head)
+    Rows       rows cut evenly (projections up from a low rank to all heads)
     Columns    columns cut evenly (projections back to the hidden size)
     GateUp     gate and up cut by rows, each rank's gate part above its up part
-    QKV        grouped by query group [q of the group; k; v], then cut by rows
+    QKV        Megatron: grouped by query group [q of the group; k; v], then cut by rows; vLLM: q above k above v
+
+Parameters with the same name in vLLM stand one below the other in it, in the order of their lines.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 Sizes = Mapping[str, int]
-"""The named dimensions of a model: hidden, q, kv, head_dim, kv_heads, ffn, experts, expert_ffn, vocab, padded_vocab."""
+"""The named dimensions of a model, as ``ModelSpec.sizes`` gives them."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -109,37 +113,45 @@ class Tensor:
         return (sizes[self.rows],) if self.cols is None else (sizes[self.rows], sizes[self.cols])
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Every rank holds the whole tensor."""
+class Op(ABC):
+    """Which HF tensors a parameter is made of, and how tensor parallelism cuts them."""
 
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The HF tensors this is made of."""
+
+    @abstractmethod
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
+        """Megatron's shard of tensor-parallel ``rank`` of ``ways``."""
+
+    def engine_shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
+        """The engine's shard of tensor-parallel ``rank`` of ``ways``; Megatron's unless an op says otherwise."""
+        return self.shard(sizes, ways, rank)
+
+
+@dataclass(frozen=True)
+class _OneTensor(Op):
     tensor: Tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The HF tensors this is made of."""
         return (self.tensor,)
 
-    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-        """The shard of tensor-parallel ``rank`` of ``ways``."""
+
+class Whole(_OneTensor):
+    """Every rank holds the whole tensor."""
+
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
         shape = self.tensor.shape(sizes)
         rect = view_2d(shape)
         return ShardSpec(shape, (Tile(rect, self.tensor.name, rect),))
 
 
-@dataclass(frozen=True, slots=True)
-class Vocab:
+class Vocab(_OneTensor):
     """Rows padded with zeros from ``vocab`` to ``padded_vocab``, then cut evenly."""
 
-    tensor: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The HF tensors this is made of."""
-        return (self.tensor,)
-
-    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-        """The shard of tensor-parallel ``rank`` of ``ways``."""
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
         vocab, cols = self.tensor.shape(sizes)
         rows = exact_share(sizes["padded_vocab"], ways)
         start = rank * rows
@@ -149,39 +161,38 @@ class Vocab:
         return ShardSpec((rows, cols), tiles, zeros)
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Rows(_OneTensor):
+    """Rows cut evenly."""
+
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
+        all_rows, cols = self.tensor.shape(sizes)
+        rows = exact_share(all_rows, ways)
+        rect = Rect(0, rows, 0, cols)
+        return ShardSpec((rows, cols), (Tile(rect, self.tensor.name, rect.shift(rank * rows, 0)),))
+
+
+class Columns(_OneTensor):
     """Columns cut evenly."""
 
-    tensor: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The HF tensors this is made of."""
-        return (self.tensor,)
-
-    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-        """The shard of tensor-parallel ``rank`` of ``ways``."""
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
         rows, all_cols = self.tensor.shape(sizes)
         cols = exact_share(all_cols, ways)
         rect = Rect(0, rows, 0, cols)
         return ShardSpec((rows, cols), (Tile(rect, self.tensor.name, rect.shift(0, rank * cols)),))
 
 
-@dataclass(frozen=True, slots=True)
-class GateUp:
+@dataclass(frozen=True)
+class GateUp(Op):
     """Gate and up of a SwiGLU MLP, each cut by rows; a rank's gate part lies above its up part."""
 
     gate: Tensor
     up: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The HF tensors this is made of."""
+    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
         return (self.gate, self.up)
 
-    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-        """The shard of tensor-parallel ``rank`` of ``ways``."""
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
         all_rows, cols = self.gate.shape(sizes)
         rows = exact_share(all_rows, ways)
         part, source = Rect(0, rows, 0, cols), Rect(rank * rows, (rank + 1) * rows, 0, cols)
@@ -189,12 +200,14 @@ class GateUp:
         return ShardSpec((2 * rows, cols), tiles)
 
 
-@dataclass(frozen=True, slots=True)
-class QKV:
-    """Query, key and value projections (weights or biases), interleaved by query group and cut by rows.
+@dataclass(frozen=True)
+class QKV(Op):
+    """Query, key and value projections (weights or biases) of grouped-query attention.
 
-    With n query heads per group and head size D the whole is, group after group, [n * D rows of q; D of k; D of v].
-    The even cut may fall inside a group when there are more ranks than groups.
+    Megatron interleaves them by query group: with n query heads per group and head size D the whole is, group after
+    group, [n * D rows of q; D of k; D of v]. The even cut may fall inside a group when there are more ranks than
+    groups. In vLLM a rank's query heads lie above its key heads, these above its value heads; ranks that outnumber the
+    key-value heads share them.
     """
 
     q: Tensor
@@ -202,24 +215,22 @@ class QKV:
     v: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The HF tensors this is made of."""
+    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
         return (self.q, self.k, self.v)
 
-    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:
-        """Megatron's shard of tensor-parallel ``rank`` of ``ways``."""
+    def shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
         shape = self.q.shape(sizes)
         rows, cols = exact_share(sizes["q"] + 2 * sizes["kv"], ways), view_2d(shape).col1
         window = Rect(rank * rows, (rank + 1) * rows, 0, cols)
         tiles = []
-        for whole_rect, name, hf_row in self._blocks(sizes, cols):
+        for whole_rect, name, hf_row in self._groups(sizes, cols):
             part = whole_rect.intersect(window)
             if part:
                 hf_rect = part.shift(hf_row - whole_rect.row0, 0)
                 tiles.append(Tile(part.shift(-window.row0, 0), name, hf_rect))
         return ShardSpec((rows, *shape[1:]), tuple(tiles))
 
-    def _blocks(self, sizes: Sizes, cols: int) -> Iterator[tuple[Rect, str, int]]:
+    def _groups(self, sizes: Sizes, cols: int) -> Iterator[tuple[Rect, str, int]]:
         """(rows of the uncut parameter, HF tensor, its first row) of every block, top to bottom."""
         groups, head = sizes["kv_heads"], sizes["head_dim"]
         query_rows = sizes["q"] // groups
@@ -229,8 +240,19 @@ class QKV:
                 yield Rect(top, top + rows, 0, cols), tensor.name, group * rows
                 top += rows
 
-
-Op = Whole | Vocab | Columns | GateUp | QKV
+    def engine_shard(self, sizes: Sizes, ways: int, rank: int) -> ShardSpec:  # noqa: D102
+        shape = self.q.shape(sizes)
+        cols = view_2d(shape).col1
+        query_rows = exact_share(sizes["q"], ways)
+        kv_ways = min(ways, sizes["kv_heads"])
+        kv_rows = exact_share(sizes["kv"], kv_ways)
+        kv_part = rank // exact_share(ways, kv_ways)
+        tiles, top = [], 0
+        for tensor, rows, part in ((self.q, query_rows, rank), (self.k, kv_rows, kv_part), (self.v, kv_rows, kv_part)):
+            source = Rect(part * rows, (part + 1) * rows, 0, cols)
+            tiles.append(Tile(source.shift(top - source.row0, 0), tensor.name, source))
+            top += rows
+        return ShardSpec((top, *shape[1:]), tuple(tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +268,12 @@ class ParamMap:
     engine: str
     op: Op
     per_expert: bool = False
+    when: str = ""
+    """The attribute of ``ModelSpec`` that says whether a model has this parameter; empty: every model of the family."""
+    fp32_in_engine: bool = False
+    """vLLM keeps it in fp32 whatever the model's number format."""
+    is_buffer: bool = False
+    """A persistent buffer in Megatron, kept in fp32 there, and no parameter."""
 
 
 def exact_share(size: int, ways: int) -> int:
@@ -259,3 +287,11 @@ def relocated(shard: ShardSpec, prefix: str, expert: int | None = None) -> Shard
     number = "" if expert is None else str(expert)
     tiles = tuple(Tile(t.rect, prefix + t.hf_name.replace("{expert}", number), t.hf_rect) for t in shard.tiles)
     return ShardSpec(shard.shape, tiles, shard.zeros, shard.is_copy)
+
+
+def stacked_rows(above: ShardSpec, below: ShardSpec) -> ShardSpec:
+    """One shard of the rows of both, which have the same columns."""
+    top = above.shape[0]
+    tiles = tuple(Tile(t.rect.shift(top, 0), t.hf_name, t.hf_rect) for t in below.tiles)
+    zeros = tuple(rect.shift(top, 0) for rect in below.zeros)
+    return ShardSpec((top + below.shape[0], *above.shape[1:]), above.tiles + tiles, above.zeros + zeros)

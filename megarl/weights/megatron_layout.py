@@ -8,17 +8,19 @@ their own over the same ranks, with the same pipeline stages:
 
 Layers are numbered from 0 within a stage. With interleaved pipelines (vpp > 1) a rank holds vpp model chunks, chunk c
 of all of them in execution order sitting on stage ``c % PP``; parameter names then start with ``model{vp}.``.
+A stage's layers are the even share, or what the first or last stage's own numbers leave, or what a custom layout says.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.weights.families.blocks import EMBEDDING, FINAL_NORM, HEAD
-from megarl.weights.mappings import ParamMap, ShardSpec, relocated
+from megarl.weights.mappings import ParamMap, ShardSpec, Sizes, relocated
 from megarl.weights.spec import ModelSpec, layer_prefix
 
 Names = Literal["local", "te"]
@@ -69,6 +71,9 @@ class MegatronLayout:
     """Layers of the first stage when it differs from the others (num_layers_in_first_pipeline_stage)."""
     last_stage_layers: int | None = None
     """The same for the last stage."""
+    pipeline_layout: str = ""
+    """Megatron's pipeline_model_parallel_layout: what every chunk holds, in execution order, separated by ``|``: E the
+    embedding, t a layer, L the loss; ``t*3`` is ``ttt`` and ``(tt|)*2`` is ``tt|tt|``, commas mean nothing."""
 
     def __post_init__(self) -> None:
         for key, size in (
@@ -84,6 +89,25 @@ class MegatronLayout:
             raise ValueError(f"first_stage_layers and last_stage_layers {ends} must be None when pp is 1; use pp >= 2")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp ({self.vpp}) must be 1 without pipeline parallelism (pp is 1); use vpp 1 or pp >= 2")
+        if self.pipeline_layout:
+            self._check_pipeline_layout(ends)
+
+    def _check_pipeline_layout(self, ends: tuple[int | None, int | None]) -> None:
+        chunks = _chunks_of(self.pipeline_layout)
+        text = "".join(chunks)
+        rules = [
+            (ends != (None, None), "must not be given together with first_stage_layers or last_stage_layers"),
+            (set(text) - set("EtL") != set(), "must consist of E, t, L and |"),
+            (not re.fullmatch("Et*L", text), "must start with the one E and end with the one L"),
+            (
+                len(chunks) != self.pp * self.vpp,
+                f"must have pp x vpp ({self.pp * self.vpp}) parts separated by |, and has {len(chunks)}",
+            ),
+        ]
+        for broken, rule in rules:
+            if broken:
+                example = "|".join(["E" + "t" * 2, *["t" * 2] * (self.pp * self.vpp - 1)]) + "L"
+                raise ValueError(f"pipeline_layout ({self.pipeline_layout}) {rule}; use one such as {example}")
 
     @property
     def dp(self) -> int:
@@ -116,13 +140,25 @@ class MegatronLayout:
 
     def stage_layers(self, layers: int, pp: int, vp: int = 0) -> range:
         """Global numbers, from 0, of the layers in chunk ``vp`` of stage ``pp`` of a model of ``layers`` layers."""
-        per_stage = self._layers_per_stage(layers)
-        chunks = [count // self.vpp for count in per_stage]
-        start = vp * sum(chunks) + sum(chunks[:pp])
-        return range(start, start + chunks[pp])
+        counts = self._layers_per_chunk(layers)
+        number = vp * self.pp + pp
+        start = sum(counts[:number])
+        return range(start, start + counts[number])
+
+    def _layers_per_chunk(self, layers: int) -> list[int]:
+        """Layers of every chunk, in execution order."""
+        if not self.pipeline_layout:
+            return [count // self.vpp for count in self._layers_per_stage(layers)] * self.vpp
+        counts = [chunk.count("t") for chunk in _chunks_of(self.pipeline_layout)]
+        if sum(counts) != layers:
+            raise ValueError(
+                f"pipeline_layout ({self.pipeline_layout}) must place all {layers} layers of the model, and places "
+                f"{sum(counts)}; write as many t"
+            )
+        return counts
 
     def _layers_per_stage(self, layers: int) -> list[int]:
-        """Layers of every stage, all its chunks together."""
+        """Layers of every stage, all its chunks together, without a custom layout."""
         first = [] if self.first_stage_layers is None else [self.first_stage_layers]
         last = [] if self.last_stage_layers is None else [self.last_stage_layers]
         stages = self.pp - len(first) - len(last)
@@ -145,10 +181,11 @@ class MegatronLayout:
         Raises:
             ValueError: heads, MLP, experts or layers do not divide.
         """
-        self._layers_per_stage(spec.layers)
+        self._layers_per_chunk(spec.layers)
         rules = [
             ("heads", spec.heads, "tp", self.tp),
-            ("ffn", 0 if spec.experts else spec.ffn, "tp", self.tp),
+            ("ffn", spec.ffn if spec.dense_layers else 0, "tp", self.tp),
+            ("shared expert ffn", spec.shared_ffn, "tp", self.tp),
             ("experts", spec.experts, "ep", self.ep),
             ("expert ffn", spec.expert_ffn, "etp", self.etp),
         ]
@@ -157,7 +194,7 @@ class MegatronLayout:
                 raise ValueError(
                     f"{name} ({size}) of the model must be a multiple of {key} ({ways}); use {math.gcd(size, ways)}"
                 )
-        if spec.kv_heads % self.tp and self.tp % spec.kv_heads:
+        if spec.latent is None and spec.kv_heads % self.tp and self.tp % spec.kv_heads:
             raise ValueError(
                 f"tp ({self.tp}) must divide the number of key/value heads ({spec.kv_heads}) or be a multiple of it; "
                 f"use tp {math.gcd(spec.kv_heads, self.tp)}"
@@ -168,8 +205,16 @@ class MegatronLayout:
             )
 
 
+def _chunks_of(pipeline_layout: str) -> list[str]:
+    """A custom pipeline layout, written out and cut into its chunks."""
+    text = pipeline_layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda match: match.group(1) * int(match.group(2)), text)
+    return text.split("|")
+
+
 def megatron_params(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names = "local") -> dict[str, ShardSpec]:
-    """Every parameter of ``rank``, by its name in Megatron-Core 0.16.1's GPTModel, and what it is made of.
+    """Every parameter and persistent buffer of ``rank``, by its name in GPTModel, and what it is made of.
 
     Raises:
         ValueError: ``layout`` cannot hold ``spec``.
@@ -193,9 +238,10 @@ def _chunk(
     if is_first:
         yield EMBEDDING.megatron, EMBEDDING.op.shard(sizes, layout.tp, at.tp)
     for local, layer in enumerate(layout.stage_layers(spec.layers, at.pp, vp)):
-        for param in spec.params:
-            for name, shard in _layer_param(param, sizes, spec.experts, layout, rank, layer_prefix(layer)):
-                yield f"decoder.layers.{local}.{_in_spec(name, names, spec)}", shard
+        rename = _te_names(spec, layer) if names == "te" else {}
+        for param in spec.params(layer):
+            for name, shard in _layer_param(param, sizes, layout, rank, names, layer_prefix(layer)):
+                yield f"decoder.layers.{local}.{rename.get(name, name)}", shard
     if is_last:
         yield FINAL_NORM.megatron, FINAL_NORM.op.shard(sizes, layout.tp, at.tp)
     if is_last and not spec.tied:
@@ -205,30 +251,33 @@ def _chunk(
 
 
 def _layer_param(
-    param: ParamMap, sizes: dict[str, int], experts: int, layout: MegatronLayout, rank: int, hf_prefix: str
+    param: ParamMap, sizes: Sizes, layout: MegatronLayout, rank: int, names: Names, hf_prefix: str
 ) -> Iterator[tuple[str, ShardSpec]]:
     """The parameter of ``rank`` that ``param`` describes, or one for every expert the rank owns."""
     if not param.per_expert:
         yield param.megatron, relocated(param.op.shard(sizes, layout.tp, layout.dense(rank).tp), hf_prefix)
         return
-    at, count = layout.expert(rank), experts // layout.ep
+    at, count = layout.expert(rank), sizes["experts"] // layout.ep
     shard = param.op.shard(sizes, layout.etp, at.etp)
     for local in range(count):
-        yield param.megatron.replace("{expert}", str(local)), relocated(shard, hf_prefix, at.ep * count + local)
+        name = param.megatron.replace("{expert}", str(local))
+        yield _te_expert(name) if names == "te" else name, relocated(shard, hf_prefix, at.ep * count + local)
 
 
-def _in_spec(local_name: str, names: Names, spec: ModelSpec) -> str:
-    """``local_name`` as the layer spec ``names`` calls it.
+def _te_names(spec: ModelSpec, layer: int) -> dict[str, str]:
+    """Local names that Transformer Engine's layer spec changes: it fuses a norm into the linear layer after it."""
+    fused = {}
+    if spec.latent is None:
+        fused["input_layernorm.weight"] = "self_attention.linear_qkv.layer_norm_weight"
+    else:
+        fused["self_attention.q_layernorm.weight"] = "self_attention.linear_q_up_proj.layer_norm_weight"
+        fused["self_attention.kv_layernorm.weight"] = "self_attention.linear_kv_up_proj.layer_norm_weight"
+    if layer < spec.dense_layers:
+        fused["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
+    return fused
 
-    Transformer Engine fuses a norm into the linear layer after it and keeps an expert's number at the end of the name.
-    """
-    if names == "local":
-        return local_name
-    if local_name == "input_layernorm.weight":
-        return "self_attention.linear_qkv.layer_norm_weight"
-    if local_name == "pre_mlp_layernorm.weight" and not spec.experts:
-        return "mlp.linear_fc1.layer_norm_weight"
-    if local_name.startswith("mlp.experts.local_experts."):
-        expert, linear = local_name.removeprefix("mlp.experts.local_experts.").split(".", 1)
-        return f"mlp.experts.{linear}{expert}"
-    return local_name
+
+def _te_expert(local_name: str) -> str:
+    """TEGroupedMLP keeps an expert's number at the end of the name."""
+    expert, linear = local_name.removeprefix("mlp.experts.local_experts.").split(".", 1)
+    return f"mlp.experts.{linear}{expert}"

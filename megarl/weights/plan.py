@@ -7,8 +7,9 @@ a plan is their intersection:
       for every trainer tile of hf_name: the common part of both rectangles is one ``Op``
 
 Several trainer ranks may hold the same tile (data-parallel replicas; every tensor-parallel rank has the norms). The op
-goes to the one that sends least so far, the lowest rank on a tie, so both sides compute the same plan on their own and
-compare digests instead of plans.
+goes to the one that sends least to this engine rank so far, and on a tie to the next one in a circle that starts at
+another place for every engine rank. So the part of an engine rank depends on no other part, and both sides compute the
+same plan on their own and compare digests instead of plans.
 
 A plan is proven or not returned: ops and zero fills write every element of every engine shard exactly once, every
 rectangle lies inside its shard, and every trainer element was needed, apart from vocabulary padding and the
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megarl.weights.engine_layout import EngineLayout, engine_params
+from megarl.weights.engine_layout import EngineLayout, engine_params, fp32_params
 from megarl.weights.mappings import Rect, Shape, ShardSpec, Tile, view_2d
 from megarl.weights.megatron_layout import MegatronLayout, Names, megatron_params
 from megarl.weights.spec import ModelSpec
@@ -42,7 +43,7 @@ class Op:
     dst_param: str
     dst_rect: Rect
     src_rank: int
-    """Trainer world rank; among replicas the one with the fewest elements to send so far."""
+    """Trainer world rank; among replicas the one with the fewest elements to send to this engine rank so far."""
     src_param: str
     src_rect: Rect
     hf_name: str
@@ -68,6 +69,8 @@ class Plan:
     zeros: tuple[Zero, ...]
     shapes: tuple[dict[str, Shape], ...]
     """[engine rank]{param: shape in vLLM's checkpoint layout, before any repacking}"""
+    fp32: frozenset[str]
+    """Engine parameters that are fp32 whatever the number format of the others."""
     unread: tuple[tuple[int, str], ...]
     """(trainer rank, param) of the copies that need not be sent, such as the last stage's copy of a tied embedding."""
     digest: str
@@ -83,41 +86,56 @@ class Plan:
 
     def num_bytes(self, dst_rank: int, itemsize: int) -> int:
         """Bytes that move into engine ``dst_rank``: its shards less their padding."""
-        return itemsize * sum(op.dst_rect.area for op in self.ops if op.dst_rank == dst_rank)
+        sizes = {name: 4 if name in self.fp32 else itemsize for name in self.shapes[dst_rank]}
+        return sum(op.dst_rect.area * sizes[op.dst_param] for op in self.ops if op.dst_rank == dst_rank)
 
 
-def make_plan(spec: ModelSpec, trainer: MegatronLayout, engine: EngineLayout, names: Names = "local") -> Plan:
-    """The plan from ``trainer`` to one engine; replicas of an engine all follow the same one.
+def make_plan(
+    spec: ModelSpec,
+    trainer: MegatronLayout,
+    engine: EngineLayout,
+    names: Names = "local",
+    *,
+    dst_rank: int | None = None,
+) -> Plan:
+    """The plan from ``trainer`` to one engine, or to one rank of it; replicas of an engine all follow the same one.
 
     Raises:
         ValueError: a layout cannot hold the model.
         AssertionError: the layouts contradict each other; a bug, never a user's mistake.
     """
     sources = [megatron_params(spec, trainer, rank, names) for rank in range(trainer.world_size)]
-    destinations = [engine_params(spec, engine, rank) for rank in range(engine.tp)]
-    return plan_between(sources, destinations)
+    ranks = range(engine.tp) if dst_rank is None else (dst_rank,)
+    destinations = {rank: engine_params(spec, engine, rank) for rank in ranks}
+    return plan_between(sources, destinations, fp32_params(spec), is_whole=dst_rank is None)
 
 
-def plan_between(sources: Shards, destinations: Shards) -> Plan:
-    """The proven plan from the shards of all trainer ranks to those of all engine ranks."""
+def plan_between(
+    sources: Shards,
+    destinations: Mapping[int, Mapping[str, ShardSpec]],
+    fp32: frozenset[str] = frozenset(),
+    *,
+    is_whole: bool = True,
+) -> Plan:
+    """The proven plan from the shards of all trainer ranks to those of the given engine ranks.
+
+    With ``is_whole`` false these are not all of an engine, and that every trainer element is needed is not proven.
+    """
     holders = _holders(sources)
-    load: Counter[int] = Counter()
-    ops: list[Op] = []
-    for dst_rank, params in enumerate(destinations):
-        for dst_param, shard in params.items():
-            for tile in shard.tiles:
-                ops += _ops_for(dst_rank, dst_param, tile, holders, load)
+    ops = [op for dst_rank, params in destinations.items() for op in _ops_into(dst_rank, params, holders, len(sources))]
     zeros = tuple(
         Zero(rank, param, rect)
-        for rank, params in enumerate(destinations)
+        for rank, params in destinations.items()
         for param, shard in params.items()
         for rect in shard.zeros
     )
-    shapes = tuple({param: shard.shape for param, shard in params.items()} for params in destinations)
+    last = max(destinations) + 1
+    shapes = tuple({param: shard.shape for param, shard in destinations.get(r, {}).items()} for r in range(last))
     unread = tuple((rank, name) for rank, params in enumerate(sources) for name, s in params.items() if s.is_copy)
     _prove_destinations(ops, zeros, shapes)
-    _prove_sources(ops, sources, holders)
-    return Plan(tuple(ops), zeros, shapes, unread, _digest(ops, zeros, shapes))
+    _prove_sources(ops, sources, holders, is_whole=is_whole)
+    fp32 &= {param for params in shapes for param in params}
+    return Plan(tuple(ops), zeros, shapes, fp32, unread, _digest(ops, zeros, shapes, fp32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +160,29 @@ def _holders(sources: Shards) -> Holders:
     return holders
 
 
-def _ops_for(dst_rank: int, dst_param: str, tile: Tile, holders: Holders, load: Counter[int]) -> list[Op]:
-    """The ops that fill one engine tile; counts the elements each trainer rank sends in ``load``."""
-    ops = []
-    for held, replicas in holders.get(tile.hf_name, {}).items():
-        common = held.intersect(tile.hf_rect)
-        if common is None:
-            continue
-        source = min(replicas, key=lambda holder: (load[holder.rank], holder.rank))
-        load[source.rank] += common.area
-        ops.append(
-            Op(
-                dst_rank,
-                dst_param,
-                common.shift(tile.rect.row0 - tile.hf_rect.row0, tile.rect.col0 - tile.hf_rect.col0),
-                source.rank,
-                source.param,
-                common.shift(source.rect.row0 - held.row0, source.rect.col0 - held.col0),
-                tile.hf_name,
-                common,
-            )
-        )
-    return ops
+def _ops_into(dst_rank: int, params: Mapping[str, ShardSpec], holders: Holders, num_sources: int) -> Iterator[Op]:
+    """The ops that fill one engine rank."""
+    load: Counter[int] = Counter()
+    for dst_param, shard in params.items():
+        for tile in shard.tiles:
+            for held, replicas in holders.get(tile.hf_name, {}).items():
+                common = held.intersect(tile.hf_rect)
+                if common is None:
+                    continue
+                source = replicas[0]
+                if len(replicas) > 1:
+                    source = min(replicas, key=lambda one: (load[one.rank], (one.rank - dst_rank) % num_sources))
+                load[source.rank] += common.area
+                yield Op(
+                    dst_rank,
+                    dst_param,
+                    common.shift(tile.rect.row0 - tile.hf_rect.row0, tile.rect.col0 - tile.hf_rect.col0),
+                    source.rank,
+                    source.param,
+                    common.shift(source.rect.row0 - held.row0, source.rect.col0 - held.col0),
+                    tile.hf_name,
+                    common,
+                )
 
 
 def _prove_destinations(ops: Iterable[Op], zeros: Iterable[Zero], shapes: Sequence[Mapping[str, Shape]]) -> None:
@@ -179,7 +198,7 @@ def _prove_destinations(ops: Iterable[Op], zeros: Iterable[Zero], shapes: Sequen
     assert not written, f"writes to parameters that the engine does not have: {sorted(written)[:3]}"
 
 
-def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders) -> None:
+def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders, *, is_whole: bool) -> None:
     """Reads lie inside trainer shards, in a tile of the tensor they name; every element the trainer holds is read."""
     tile_of: dict[tuple[int, str, str], list[Tile]] = defaultdict(list)
     for rank, params in enumerate(sources):
@@ -193,7 +212,7 @@ def _prove_sources(ops: Iterable[Op], sources: Shards, holders: Holders) -> None
         assert op.src_rect.within(whole), f"{op} reads outside of its source {whole}"
         assert any(_reads(op, tile) for tile in tiles), f"{op} reads what its source does not hold"
         read[op.hf_name].add(op.hf_rect)
-    for name, tiles_of_name in holders.items():
+    for name, tiles_of_name in holders.items() if is_whole else ():
         area = cover_area(tiles_of_name, f"trainer tiles of {name}")
         needed = cover_area(read[name], f"reads of {name}")
         assert needed == area, f"{name}: the trainer holds {area} elements, the engine takes {needed}"
@@ -237,9 +256,11 @@ def _overlap(rects: Iterable[Rect]) -> tuple[Rect, Rect] | None:
     return None
 
 
-def _digest(ops: Sequence[Op], zeros: Sequence[Zero], shapes: Sequence[Mapping[str, Shape]]) -> str:
+def _digest(
+    ops: Sequence[Op], zeros: Sequence[Zero], shapes: Sequence[Mapping[str, Shape]], fp32: frozenset[str]
+) -> str:
     """sha256 over one line per op, zero fill and shape."""
-    digest = hashlib.sha256(b"megarl weight plan 1\n")
+    digest = hashlib.sha256(b"megarl weight plan 2\n")
     for op in ops:
         target = f"{op.dst_rank} {op.dst_param} {_text(op.dst_rect)}"
         source = f"{op.src_rank} {op.src_param} {_text(op.src_rect)}"
@@ -248,7 +269,7 @@ def _digest(ops: Sequence[Op], zeros: Sequence[Zero], shapes: Sequence[Mapping[s
         digest.update(f"zero {zero.dst_rank} {zero.dst_param} {_text(zero.dst_rect)}\n".encode())
     for rank, params in enumerate(shapes):
         for param, shape in params.items():
-            digest.update(f"shape {rank} {param} {shape}\n".encode())
+            digest.update(f"shape {rank} {param} {shape} {'fp32' if param in fp32 else ''}\n".encode())
     return digest.hexdigest()
 
 

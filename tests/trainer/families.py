@@ -27,9 +27,39 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 64,  # what transformers' rotary embedding has, of the rotated part
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "q_lora_rank": 48,
+        "kv_lora_rank": 512,  # with the 64 rotated dimensions the one size that vLLM's CPU kernel knows
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_mtp_layers": 0,
+    },
 }
 FAMILIES = tuple(_OWN)
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 
 
 def write_model(family: str, folder: Path, *, seed: int = 0) -> Any:
@@ -37,10 +67,13 @@ def write_model(family: str, folder: Path, *, seed: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_BASE, **_OWN[family]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **(_BASE | _OWN[family])), dtype=torch.float32
+    )
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: the initial 0 and 1 would hide mistakes
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for tensor in (*model.parameters(), *biases):  # norms too: the initial 0 and 1 would hide mistakes
+            tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
     return model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +13,7 @@ from megarl.trainer.worker import TrainerWorker  # first: it prepares Megatron f
 from megatron.core import parallel_state
 
 from megarl.trainer.forward import DeviceBatch, run_micro_batches
-from megarl.trainer.model import bare, parameter_names
+from megarl.trainer.model import live_tensors, parameter_names
 from megarl.trainer.settings import WorkerSettings
 from megarl.types import MicroBatch
 from megarl.weights.mappings import Rect
@@ -27,20 +26,13 @@ Piece = tuple[str, Rect, np.ndarray]
 class LayoutRanks:
     """One rank of whatever layout it is asked for."""
 
-    def __init__(self) -> None:
-        self._port = 0
-
     free_port = staticmethod(TrainerWorker.free_port)
 
-    def meet(self, port: int) -> None:
-        """Meet the other ranks now; every layout uses this process group."""
-        self._port = port
-        os.environ["MASTER_PORT"] = str(port)
-        torch.distributed.init_process_group("gloo")
-
-    def logits(self, settings: WorkerSettings, micro_batches: Sequence[Sequence[MicroBatch]]) -> np.ndarray | None:
+    def logits(
+        self, settings: WorkerSettings, micro_batches: Sequence[Sequence[MicroBatch]], port: int
+    ) -> np.ndarray | None:
         """[T, V] of the first micro-batch, from tp rank 0 of the last stage of data-parallel rank 0."""
-        worker = self._worker(settings)
+        worker = _worker(settings, port)
         found = []
 
         def keep(logits_TV: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, None]:
@@ -53,24 +45,26 @@ class LayoutRanks:
         dp_rank = parallel_state.get_data_parallel_rank()
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         with torch.no_grad():
-            run_micro_batches(worker._model, micro_batches[dp_rank], keep, worker._device, forward_only=True)
+            run_micro_batches(worker._chunks, micro_batches[dp_rank], keep, worker._device, forward_only=True)
         worker.close()
         return found[0] if found and dp_rank == 0 and tp_rank == 0 else None
 
     def gradients(
-        self, settings: WorkerSettings, micro_batches: Sequence[Sequence[MicroBatch]]
+        self, settings: WorkerSettings, micro_batches: Sequence[Sequence[MicroBatch]], port: int
     ) -> tuple[list[dict[str, tuple[float, float]]], list[Piece]]:
         """(summed metrics where this rank reports, reduced gradients in Hugging Face coordinates)."""
-        worker = self._worker(settings)
-        worker._model.zero_grad_buffer()
+        worker = _worker(settings, port)
+        for chunk in worker._chunks:
+            chunk.zero_grad_buffer()
         batches = micro_batches[parallel_state.get_data_parallel_rank()]
-        reports = run_micro_batches(worker._model, batches, worker._policy_loss, worker._device, forward_only=False)
+        reports = run_micro_batches(worker._chunks, batches, worker._policy_loss, worker._device, forward_only=False)
         sums = reports if worker._reports() else []
-        _gather_gradients(worker._model)
+        for chunk in worker._chunks:
+            _gather_gradients(chunk)
         shards = megatron_params(worker._spec, worker._layout, worker._rank, parameter_names())
         pieces = []
-        for name, parameter in bare(worker._model).named_parameters():
-            if shards[name].is_copy:
+        for name, parameter in live_tensors(worker._chunks).items():
+            if shards[name].is_copy or not hasattr(parameter, "main_grad"):  # buffers have no gradient
                 continue
             gradient = parameter.main_grad.reshape(parameter.shape[0], -1).numpy()
             for tile in shards[name].tiles:
@@ -79,11 +73,12 @@ class LayoutRanks:
         worker.close()
         return sums, pieces
 
-    def _worker(self, settings: WorkerSettings) -> TrainerWorker:
-        torch.set_num_threads(1)
-        worker = TrainerWorker(settings)
-        worker.setup(self._port)
-        return worker
+
+def _worker(settings: WorkerSettings, port: int) -> TrainerWorker:
+    torch.set_num_threads(1)
+    worker = TrainerWorker(settings)
+    worker.setup(port)
+    return worker
 
 
 def _gather_gradients(model: torch.nn.Module) -> None:

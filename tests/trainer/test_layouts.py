@@ -20,10 +20,18 @@ from tests.trainer.families import FAMILIES, MOE_FAMILIES, VOCAB, logits_of, wri
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANKS = 4
-DENSE_LAYOUTS = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1))
-MOE_LAYOUTS = ((1, 1, 2, 1), (2, 1, 2, 1))
-TRAINING_LAYOUTS = ((2, 2, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1), (2, 1, 1, 2))
-"""TP x PP x EP x ETP; what is left of four ranks is data parallel."""
+DENSE_LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "pipeline_layout": "E|tt|tt|L"})
+MOE_LAYOUTS = ({"ep": 2}, {"tp": 2, "ep": 2})
+TRAINING_LAYOUTS = (
+    {"tp": 2, "pp": 2},
+    {"pp": 2, "ep": 2},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "etp": 2},
+    {"tp": 2, "pp": 2, "vpp": 2},
+    {"pp": 2, "first_stage_layers": 1, "ep": 2},
+    {"tp": 2, "pp": 2, "vpp": 2, "pipeline_layout": "Ett|t|t|L"},
+)
+"""Parallel sizes; what is left of four ranks is data parallel."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +42,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
 
 async def _start(cluster: RayCluster, size: int, logs: Path) -> RayWorkers:
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    workers = await cluster.workers(
+    return await cluster.workers(
         f"layouts{size}", "tests.trainer.ranks:LayoutRanks", [()] * size, env=[env] * size, log_folder=logs
     )
+
+
+async def _ask(workers: RayWorkers, method: str, settings: WorkerSettings, micro_batches: Any) -> list[Any]:
     ports = await workers.call("free_port", timeout_s=60)
-    await workers.call("meet", ports[0], timeout_s=60)
-    return workers
+    return await workers.call(method, settings, micro_batches, ports[0], timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +59,8 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
         yield {size: await _start(cluster, size, logs) for size in (1, RANKS)}
 
 
-def _settings(model: Path, world_size: int, layout: tuple[int, int, int, int], *, budget: int = 64) -> WorkerSettings:
-    tp, pp, ep, etp = layout
-    parallel = ParallelConfig(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp)
+def _settings(model: Path, world_size: int, layout: dict[str, Any], *, budget: int = 64) -> WorkerSettings:
+    parallel = ParallelConfig(world_size=world_size, **layout)
     trainer = TrainerConfig(
         model=model, parallel=parallel, precision=PrecisionConfig(recipe="fp32"), max_tokens_per_micro_batch=budget
     )
@@ -67,9 +76,8 @@ async def test_logits_equal_transformers_in_every_layout(family, models, ranks):
     expected = logits_of(model, ids)
     for layout in DENSE_LAYOUTS + (MOE_LAYOUTS if family in MOE_FAMILIES else ()):
         settings = _settings(folder, RANKS, layout)
-        found = [
-            x for x in await ranks[RANKS].call("logits", settings, [[batch]] * RANKS, timeout_s=60) if x is not None
-        ]
+        batches = [[batch] * layout.get("vpp", 1)] * RANKS  # interleaved schedules want as many as stages
+        found = [x for x in await _ask(ranks[RANKS], "logits", settings, batches) if x is not None]
         assert len(found) == 1
         assert np.abs(found[0] - expected).max() < 1e-4, layout
 
@@ -77,7 +85,7 @@ async def test_logits_equal_transformers_in_every_layout(family, models, ranks):
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 async def test_loss_and_gradients_equal_one_rank(family, models, ranks):
     folder, _ = models[family]
-    one = await _gradients(ranks[1], _settings(folder, 1, (1, 1, 1, 1)))
+    one = await _gradients(ranks[1], _settings(folder, 1, {}))
     for layout in TRAINING_LAYOUTS:
         many = await _gradients(ranks[RANKS], _settings(folder, RANKS, layout))
         assert many[0] == pytest.approx(one[0], rel=1e-5, abs=1e-7), layout
@@ -89,9 +97,7 @@ async def test_loss_and_gradients_equal_one_rank(family, models, ranks):
 
 async def test_a_packed_batch_has_the_loss_of_its_samples_one_by_one(models, ranks):
     folder, _ = models["qwen3_moe"]
-    packed, single = [
-        await _gradients(ranks[1], _settings(folder, 1, (1, 1, 1, 1), budget=budget)) for budget in (512, 1)
-    ]
+    packed, single = [await _gradients(ranks[1], _settings(folder, 1, {}, budget=budget)) for budget in (512, 1)]
     assert packed[0]["loss"] == pytest.approx(single[0]["loss"], abs=1e-6)
     for name, expected in single[1].items():
         np.testing.assert_allclose(packed[1][name], expected, atol=1e-6, err_msg=name)
@@ -102,7 +108,7 @@ async def _gradients(workers: RayWorkers, settings: WorkerSettings) -> tuple[dic
     samples = _samples()
     sizes = settings.trainer.parallel
     batch = pack_one(samples, loss_weights(samples, "token_mean", 16), settings.trainer, dp_size=sizes.dp)
-    answers = await workers.call("gradients", settings, batch.micro_batches, timeout_s=60)
+    answers = await _ask(workers, "gradients", settings, batch.micro_batches)
     metrics = mean_of_sums([sums for reports, _ in answers for sums in reports])
     whole: dict[str, dict[Any, np.ndarray]] = {}
     for _, pieces in answers:

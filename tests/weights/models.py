@@ -29,6 +29,36 @@ QWEN3_30B_A3B: dict[str, Any] = json.loads((_SHIPPED / "Qwen3-30B-A3B/config.jso
 """The published model, as the eight-GPU config names it."""
 
 _MOE = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+_GLM = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 1.5,
+}
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "q_lora_rank": 16,
+    "kv_lora_rank": 14,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 3,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE | {"model_type": "llama"},
@@ -40,6 +70,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _MOE
     | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8, "tie_word_embeddings": True},
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _BASE | _MOE | _GLM | {"use_qk_norm": True},
+    "glm4_moe-air": _BASE | _MOE | _GLM | {"first_k_dense_replace": 2, "n_shared_experts": 2},
+    "deepseek_v3": _BASE | _DEEPSEEK,
 }
 
 

@@ -30,7 +30,7 @@ def megatron_shards(config: dict[str, Any], weights: Weights, layout: MegatronLa
     ]
     for (tp, pp), (etp, ep) in zip(dense, expert, strict=True):
         shards.append({})
-        chunks = np.split(np.arange(config["num_hidden_layers"]), layout.pp * layout.vpp)
+        chunks = _pipeline_chunks(config["num_hidden_layers"], layout)
         for number, layers in enumerate(chunks):
             if number % layout.pp == pp:
                 prefix = f"model{number // layout.pp}." if layout.vpp > 1 else ""
@@ -40,6 +40,23 @@ def megatron_shards(config: dict[str, Any], weights: Weights, layout: MegatronLa
                     chunk |= {f"decoder.layers.{local}.{name}": value for name, value in inside.items()}
                 shards[-1] |= {prefix + name: value for name, value in chunk.items()}
     return shards
+
+
+def _pipeline_chunks(layers: int, layout: MegatronLayout) -> list[np.ndarray]:
+    """The layers of every chunk in execution order; chunk c lies on stage c % PP."""
+    if layout.pipeline_layout:
+        assert "*" not in layout.pipeline_layout
+        counts = [part.count("t") for part in layout.pipeline_layout.split("|")]
+        return np.split(np.arange(layers), np.cumsum(counts)[:-1])
+    if layout.first_stage_layers is None and layout.last_stage_layers is None:
+        return np.split(np.arange(layers), layout.pp * layout.vpp)
+    middle = layout.pp - (layout.first_stage_layers is not None) - (layout.last_stage_layers is not None)
+    ends = (layout.first_stage_layers or 0) + (layout.last_stage_layers or 0)
+    stages = [] if layout.first_stage_layers is None else [layout.first_stage_layers]
+    stages += [(layers - ends) // middle] * middle if middle else []
+    stages += [] if layout.last_stage_layers is None else [layout.last_stage_layers]
+    counts = [count // layout.vpp for count in stages] * layout.vpp
+    return np.split(np.arange(layers), np.cumsum(counts)[:-1])
 
 
 def _ends(
@@ -69,32 +86,53 @@ def _layer(
 ) -> Weights:
     tp, etp, ep = at
     te = names == "te"
-    moe = "num_experts_per_tok" in config
-    input_norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if te and not moe else "pre_mlp_layernorm.weight"
+    is_moe = hf + router_name(config) in weights
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if te and not is_moe else "pre_mlp_layernorm.weight"
     params = {
-        input_norm: weights[hf + "input_layernorm.weight"],
         mlp_norm: weights[hf + "post_attention_layernorm.weight"],
         "self_attention.linear_proj.weight": np.split(weights[hf + "self_attn.o_proj.weight"], layout.tp, axis=1)[tp],
     }
-    for kind in ("weight", "bias"):
-        if hf + f"self_attn.q_proj.{kind}" in weights:
-            whole = _interleaved(config, [weights[hf + f"self_attn.{x}_proj.{kind}"] for x in "qkv"])
-            params[f"self_attention.linear_qkv.{kind}"] = np.split(whole, layout.tp)[tp]
-    if config["model_type"].startswith("qwen3"):
-        params["self_attention.q_layernorm.weight"] = weights[hf + "self_attn.q_norm.weight"]
-        params["self_attention.k_layernorm.weight"] = weights[hf + "self_attn.k_norm.weight"]
-    if not moe:
+    params |= (_latent if "kv_lora_rank" in config else _grouped)(config, weights, hf, layout.tp, tp, te)
+    if not is_moe:
         fc1, fc2 = _mlp([weights[hf + f"mlp.{x}_proj.weight"] for x in ("gate", "up", "down")], layout.tp, tp)
         return params | {"mlp.linear_fc1.weight": fc1, "mlp.linear_fc2.weight": fc2}
     block, parts = moe_names(config)
     params["mlp.router.weight"] = weights[f"{hf}{block}.gate.weight"]
+    if "n_shared_experts" in config:
+        params["mlp.router.expert_bias"] = weights[hf + "mlp.gate.e_score_correction_bias"]
+        shared = [weights[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down")]
+        fc1, fc2 = _mlp(shared, layout.tp, tp)
+        params |= {"mlp.shared_experts.linear_fc1.weight": fc1, "mlp.shared_experts.linear_fc2.weight": fc2}
     owned = np.split(np.arange(num_experts(config)), layout.ep)[ep]
     for local, expert in enumerate(owned):
         tensors = [weights[f"{hf}{block}.experts.{expert}.{part}.weight"] for part in parts]
         for linear, value in zip(("linear_fc1", "linear_fc2"), _mlp(tensors, layout.etp, etp), strict=True):
             local_name = f"mlp.experts.local_experts.{local}.{linear}.weight"
             params[f"mlp.experts.{linear}.weight{local}" if te else local_name] = value
+    return params
+
+
+def _grouped(config: dict[str, Any], weights: Weights, hf: str, ways: int, tp: int, te: bool) -> Weights:
+    input_norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+    params = {input_norm: weights[hf + "input_layernorm.weight"]}
+    for kind in ("weight", "bias"):
+        if hf + f"self_attn.q_proj.{kind}" in weights:
+            whole = _interleaved(config, [weights[hf + f"self_attn.{x}_proj.{kind}"] for x in "qkv"])
+            params[f"self_attention.linear_qkv.{kind}"] = np.split(whole, ways)[tp]
+    for letter in "qk":
+        if hf + f"self_attn.{letter}_norm.weight" in weights:
+            params[f"self_attention.{letter}_layernorm.weight"] = weights[hf + f"self_attn.{letter}_norm.weight"]
+    return params
+
+
+def _latent(config: dict[str, Any], weights: Weights, hf: str, ways: int, tp: int, te: bool) -> Weights:
+    params = {"input_layernorm.weight": weights[hf + "input_layernorm.weight"]}
+    for letter, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+        params[f"self_attention.linear_{letter}_down_proj.weight"] = weights[f"{hf}self_attn.{down}.weight"]
+        up = f"self_attention.linear_{letter}_up_proj"
+        params[up + ".weight"] = np.split(weights[f"{hf}self_attn.{letter}_b_proj.weight"], ways)[tp]
+        norm = up + ".layer_norm_weight" if te else f"self_attention.{letter}_layernorm.weight"
+        params[norm] = weights[f"{hf}self_attn.{letter}_a_layernorm.weight"]
     return params
 
 
@@ -119,16 +157,29 @@ def moe_names(config: dict[str, Any]) -> tuple[str, tuple[str, str, str]]:
     return "mlp", ("gate_proj", "up_proj", "down_proj")
 
 
+def router_name(config: dict[str, Any]) -> str:
+    """Of a layer with experts, below its prefix."""
+    return moe_names(config)[0] + ".gate.weight"
+
+
 def num_experts(config: dict[str, Any]) -> int:
-    return config.get("num_experts") or config["num_local_experts"]
+    return config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"]
 
 
-def engine_shards(config: dict[str, Any], weights: Weights, tp: int, expert_parallel: bool) -> list[Weights]:
+def engine_shards(
+    config: dict[str, Any], weights: Weights, tp: int, expert_parallel: bool, placement: str = "linear"
+) -> list[Weights]:
     """The parameters of every vLLM rank in its checkpoint layout."""
-    return [_engine_rank(config, weights, tp, rank, expert_parallel) for rank in range(tp)]
+    experts = np.arange(num_experts(config)) if "num_experts_per_tok" in config else np.arange(0)
+    owned = [experts] * tp
+    if expert_parallel:
+        owned = np.array_split(experts, tp) if placement == "linear" else [experts[rank::tp] for rank in range(tp)]
+    return [_engine_rank(config, weights, tp, rank, list(owned[rank]), expert_parallel) for rank in range(tp)]
 
 
-def _engine_rank(config: dict[str, Any], weights: Weights, tp: int, rank: int, expert_parallel: bool) -> Weights:
+def _engine_rank(
+    config: dict[str, Any], weights: Weights, tp: int, rank: int, owned: list[int], expert_parallel: bool
+) -> Weights:
     params = {
         "model.embed_tokens.weight": _padded(weights["model.embed_tokens.weight"], 64, tp)[rank],
         "model.norm.weight": weights["model.norm.weight"],
@@ -140,13 +191,24 @@ def _engine_rank(config: dict[str, Any], weights: Weights, tp: int, rank: int, e
         for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
             if f"{hf}{norm}.weight" in weights:
                 params[f"{hf}{norm}.weight"] = weights[f"{hf}{norm}.weight"]
+        if "kv_lora_rank" in config:
+            params |= _engine_latent(weights, hf, tp, rank)
         for kind in ("weight", "bias"):
             if f"{hf}self_attn.q_proj.{kind}" in weights:
                 q, k, v = (weights[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv")
                 parts = [np.split(q, tp)[rank], _kv(config, k, tp)[rank], _kv(config, v, tp)[rank]]
                 params[f"{hf}self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
         params[hf + "self_attn.o_proj.weight"] = np.split(weights[hf + "self_attn.o_proj.weight"], tp, axis=1)[rank]
-        params |= _engine_mlp(config, weights, hf, tp, rank, expert_parallel)
+        params |= _engine_mlp(config, weights, hf, tp, rank, owned, expert_parallel)
+    return params
+
+
+def _engine_latent(weights: Weights, hf: str, tp: int, rank: int) -> Weights:
+    down = [weights[f"{hf}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    params = {f"{hf}self_attn.fused_qkv_a_proj.weight": np.concatenate(down)}
+    for letter in ("q", "kv"):
+        up, norm = f"{hf}self_attn.{letter}_b_proj.weight", f"{hf}self_attn.{letter}_a_layernorm.weight"
+        params |= {up: np.split(weights[up], tp)[rank], norm: weights[norm]}
     return params
 
 
@@ -158,21 +220,27 @@ def _kv(config: dict[str, Any], part: np.ndarray, tp: int) -> list[np.ndarray]:
 
 
 def _engine_mlp(
-    config: dict[str, Any], weights: Weights, hf: str, tp: int, rank: int, expert_parallel: bool
+    config: dict[str, Any], weights: Weights, hf: str, tp: int, rank: int, owned: list[int], expert_parallel: bool
 ) -> Weights:
-    if "num_experts_per_tok" not in config:
-        fc1, fc2 = _mlp([weights[hf + f"mlp.{x}_proj.weight"] for x in ("gate", "up", "down")], tp, rank)
-        return {hf + "mlp.gate_up_proj.weight": fc1, hf + "mlp.down_proj.weight": fc2}
+    if hf + router_name(config) not in weights:
+        return _engine_swiglu(weights, hf + "mlp.", tp, rank)
     block, parts = moe_names(config)
-    experts = np.arange(num_experts(config))
-    owned = np.array_split(experts, tp)[rank] if expert_parallel else experts
     ways, share = (1, 0) if expert_parallel else (tp, rank)
     pairs = [
         _mlp([weights[f"{hf}{block}.experts.{expert}.{part}.weight"] for part in parts], ways, share)
         for expert in owned
     ]
-    return {
+    params = {
         f"{hf}{block}.gate.weight": weights[f"{hf}{block}.gate.weight"],
         f"{hf}{block}.experts.routed_experts.w13_weight": np.stack([fc1 for fc1, _ in pairs]),
         f"{hf}{block}.experts.routed_experts.w2_weight": np.stack([fc2 for _, fc2 in pairs]),
     }
+    if "n_shared_experts" in config:
+        bias = hf + "mlp.gate.e_score_correction_bias"
+        params |= {bias: weights[bias]} | _engine_swiglu(weights, hf + "mlp.shared_experts.", tp, rank)
+    return params
+
+
+def _engine_swiglu(weights: Weights, prefix: str, tp: int, rank: int) -> Weights:
+    fc1, fc2 = _mlp([weights[f"{prefix}{x}_proj.weight"] for x in ("gate", "up", "down")], tp, rank)
+    return {prefix + "gate_up_proj.weight": fc1, prefix + "down_proj.weight": fc2}

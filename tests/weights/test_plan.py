@@ -50,15 +50,34 @@ def layouts(spec: ModelSpec) -> list[MegatronLayout]:
                 layout.check(spec)
                 if world <= 8:
                     found.append(layout)
-    return found
+    return found + [layout for layout in UNEVEN if _fits(layout, spec)]
+
+
+UNEVEN = (
+    MegatronLayout(pp=2, world_size=2, first_stage_layers=1),
+    MegatronLayout(tp=2, pp=2, ep=2, world_size=8, last_stage_layers=1),
+    MegatronLayout(pp=4, world_size=4, first_stage_layers=2, last_stage_layers=0, vocab_multiple=7),
+    MegatronLayout(pp=2, etp=2, world_size=4, pipeline_layout="Ettt|tL"),
+    MegatronLayout(tp=2, pp=2, vpp=2, world_size=4, pipeline_layout="Ett|t|t|L"),
+    MegatronLayout(pp=4, ep=2, world_size=8, pipeline_layout="E|tt|tt|L"),
+)
+
+
+def _fits(layout: MegatronLayout, spec: ModelSpec) -> bool:
+    try:
+        layout.check(spec)
+    except ValueError:
+        return False
+    return True
 
 
 def engines(spec: ModelSpec) -> list[EngineLayout]:
     found = []
-    for tp, expert_parallel in itertools.product([1, 2, 4, 8], [False, True] if spec.experts else [False]):
+    kinds = [(False, "linear"), (True, "linear"), (True, "round_robin")]
+    for tp, (expert_parallel, placement) in itertools.product([1, 2, 4, 8], kinds if spec.experts else kinds[:1]):
         with contextlib.suppress(ValueError):
-            EngineLayout(tp, expert_parallel).check(spec)
-            found.append(EngineLayout(tp, expert_parallel))
+            EngineLayout(tp, expert_parallel, placement).check(spec)
+            found.append(EngineLayout(tp, expert_parallel, placement))
     return found
 
 
@@ -67,7 +86,10 @@ def test_every_plan_moves_every_element_where_an_independent_sharder_puts_it(mod
     config = CONFIGS[model]
     spec = ModelSpec.from_hf(config)
     weights = numbered_weights(spec)
-    wanted = {engine: engine_shards(config, weights, engine.tp, engine.expert_parallel) for engine in engines(spec)}
+    wanted = {
+        engine: engine_shards(config, weights, engine.tp, engine.expert_parallel, engine.placement)
+        for engine in engines(spec)
+    }
     compared = 0
     for number, trainer in enumerate(layouts(spec)[:: 3 if spec.experts else 1]):
         names = ("local", "te")[number % 2]
@@ -112,6 +134,16 @@ def test_a_large_plan_has_the_known_size() -> None:
     assert round(plan.num_bytes(0, itemsize=2) / 2**30, 2) == 7.15
     assert sum(len(plan.for_source(rank)) for rank in range(16)) == len(plan.ops)
     assert len(plan.for_destination(3)) == 2739
+
+
+def test_the_plan_of_one_rank_is_its_part_of_the_whole() -> None:
+    spec = ModelSpec.from_hf(CONFIGS["deepseek_v3"])
+    trainer, engine = MegatronLayout(tp=2, pp=2, ep=2, world_size=8), EngineLayout(4, expert_parallel=True)
+    whole = make_plan(spec, trainer, engine)
+    for rank in range(4):
+        part_of_it = make_plan(spec, trainer, engine, dst_rank=rank)
+        assert part_of_it.ops == whole.for_destination(rank)
+        assert part_of_it.shapes[rank] == whole.shapes[rank]
 
 
 def test_replicas_share_the_sending_evenly() -> None:
@@ -175,10 +207,10 @@ class TestProof:
     """Layouts that contradict each other never become a plan."""
 
     @pytest.fixture
-    def shards(self) -> tuple[list[dict[str, ShardSpec]], list[dict[str, ShardSpec]]]:
+    def shards(self) -> tuple[list[dict[str, ShardSpec]], dict[int, dict[str, ShardSpec]]]:
         spec = ModelSpec.from_hf(CONFIGS["llama"])
         trainer = [megatron_params(spec, MegatronLayout(tp=2, world_size=2), rank) for rank in range(2)]
-        return trainer, [engine_params(spec, EngineLayout(2), rank) for rank in range(2)]
+        return trainer, {rank: engine_params(spec, EngineLayout(2), rank) for rank in range(2)}
 
     def test_an_engine_element_that_nobody_writes(self, shards) -> None:
         trainer, engine = shards
@@ -224,7 +256,7 @@ class TestProof:
 
     def test_a_trainer_tensor_that_the_engine_never_takes(self, shards) -> None:
         trainer, engine = shards
-        for rank in engine:
+        for rank in engine.values():
             del rank["model.layers.3.input_layernorm.weight"]
         with pytest.raises(AssertionError, match=r"model.layers.3.input_layernorm.weight: the trainer holds 24"):
             plan_between(trainer, engine)

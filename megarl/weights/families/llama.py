@@ -2,4 +2,4 @@
 
 from megarl.weights.families.blocks import Family, attention, dense_mlp
 
-LLAMA = Family("llama", attention() + dense_mlp())
+LLAMA = Family("llama", dense=attention() + dense_mlp())

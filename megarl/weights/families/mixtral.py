@@ -2,4 +2,4 @@
 
 from megarl.weights.families.blocks import Family, attention, moe
 
-MIXTRAL = Family("mixtral", attention() + moe("block_sparse_moe", gate="w1", up="w3", down="w2"))
+MIXTRAL = Family("mixtral", moe=attention() + moe("block_sparse_moe", gate="w1", up="w3", down="w2"))

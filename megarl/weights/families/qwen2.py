@@ -2,4 +2,4 @@
 
 from megarl.weights.families.blocks import Family, attention, dense_mlp
 
-QWEN2 = Family("qwen2", attention(qkv_bias=True) + dense_mlp())
+QWEN2 = Family("qwen2", dense=attention(qkv_bias=True) + dense_mlp())

@@ -2,4 +2,4 @@
 
 from megarl.weights.families.blocks import Family, attention, dense_mlp
 
-QWEN3 = Family("qwen3", attention(qk_norm=True) + dense_mlp())
+QWEN3 = Family("qwen3", dense=attention(qk_norm=True) + dense_mlp())
