@@ -17,7 +17,7 @@ from megarl.data.prompts import make_task
 from megarl.precision import RECIPES
 from megarl.rewards import make_rewards
 from megarl.trainer.settings import layout_of
-from megarl.weights.engine_layout import EngineLayout, engine_layout_of
+from megarl.weights.engine_layout import EngineLayout
 from megarl.weights.hf_files import check_folder
 from megarl.weights.spec import ModelSpec
 
@@ -49,11 +49,7 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
     """
     spec = _model(config)
     here: tuple[Rule, ...] = (_cpu_engine_problems, _precision_problems) if weights else ()
-    _refuse(config, spec, (_length_problems, _trainer_problems, _engine_problems, *here))
-    with users_mistake("trainer.parallel"):
-        layout_of(config.trainer.parallel).check(spec)
-    with users_mistake("rollout"):
-        engine_layout_of(config.rollout).check(spec)
+    _refuse(config, spec, (_length_problems, _trainer_problems, _pipeline_problems, _engine_problems, *here))
     with users_mistake():
         task = make_task(config.data, config.seed)
         task.heldout()
@@ -142,6 +138,28 @@ def _trainer_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
             yield Problem(f"trainer.parallel.{name}", getattr(sizes, name), rule, _smaller_groups(config, name, 1))
 
 
+def _pipeline_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Layers on stages, where they are not simply shared out."""
+    sizes = config.trainer.parallel
+    given = [
+        name
+        for name in ("pipeline_layout", "first_stage_layers", "last_stage_layers")
+        if getattr(sizes, name) not in ("", None)
+    ]
+    try:
+        layout_of(sizes).check(spec)
+    except ValueError as error:
+        shared_out: Values = {f"trainer.parallel.{name}": "" if name == "pipeline_layout" else None for name in given}
+        names = given or ["vpp"]
+        reason = str(error).rpartition(";")[0]
+        yield Problem(
+            f"trainer.parallel.{names[0]}",
+            getattr(sizes, names[0]),
+            f"must fit the model and the stages: {reason}",
+            (shared_out, {**shared_out, "trainer.parallel.vpp": 1}),
+        )
+
+
 def _smaller_groups(config: RunConfig, name: str, total: int) -> tuple[Values, ...]:
     """The divisors of ``total`` up to the size ``name``, large ones first: alone, then with the world shrunk along."""
     key, world = f"trainer.parallel.{name}", config.trainer.parallel.world_size
@@ -163,6 +181,10 @@ def _engine_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     for what, total in parts:
         if total % size:
             yield Problem(key, size, f"must divide the model's {what} ({total})", _smaller_engines(config, spec))
+    placement = config.rollout.expert_placement
+    if placement == "round_robin" and not (spec.sigmoid_router and spec.sigmoid_router.groups > 1):
+        rule = "must be linear for a model whose experts are not in groups: vLLM takes linear for it"
+        yield Problem("rollout.expert_placement", placement, rule, ({"rollout.expert_placement": "linear"},))
     if spec.latent is None and spec.kv_heads % size and size % spec.kv_heads:
         rule = f"must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them"
         yield Problem(key, size, rule, _smaller_engines(config, spec))

@@ -74,7 +74,7 @@ CASES = {
     ),
     "experts dealt out in turn without groups": (
         ["rollout.expert_parallel=true", "rollout.expert_placement=round_robin"],
-        ["rollout", "round_robin", "use linear"],
+        ["rollout.expert_placement", "round_robin"],
     ),
     "a pipeline layout with too few layers": (
         [
@@ -83,7 +83,7 @@ CASES = {
             "trainer.parallel.pp=2",
             "trainer.parallel.pipeline_layout=Ett|tL",
         ],
-        ["trainer.parallel", "pipeline_layout (Ett|tL)", "all 4 layers"],
+        ["trainer.parallel.pipeline_layout", "Ett|tL", "all 4 layers"],
     ),
     "a pipeline layout of other stages": (
         [
@@ -92,7 +92,7 @@ CASES = {
             "trainer.parallel.pp=2",
             "trainer.parallel.pipeline_layout=Etttt|t|L",
         ],
-        ["trainer.parallel", "pipeline_layout", "pp x vpp (2) parts"],
+        ["trainer.parallel.pipeline_layout", "Etttt|t|L", "pp x vpp (2) parts"],
     ),
     "an fp8 recipe without a GPU": (["trainer.precision.recipe=blockwise"], ["trainer.precision.recipe", "blockwise"]),
     "a missing model folder": (["trainer.model=/nowhere"], ["trainer.model", "/nowhere"]),
