@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from megarl.algorithms.algorithm import PolicyGradient
@@ -32,10 +32,14 @@ from megarl.tracking.summary import Places, run_summary
 from megarl.trainer.settings import WorkerSettings, layout_of
 from megarl.trainer.trainer import MegatronTrainer
 from megarl.weights.engine_layout import engine_layout_of
-from megarl.weights.plan import Plan, make_plan
+from megarl.weights.megatron_layout import Names
+from megarl.weights.plan import make_plan
 from megarl.weights.spec import ModelSpec
-from megarl.weights.sync import BridgeSync, Bytes, ProbeRule
-from megarl.weights.transports.shm import DTYPES, OwnedSegments, StagingArea
+from megarl.weights.sync import BridgeSync, ProbeRule
+from megarl.weights.transports.disk import Disk
+from megarl.weights.transports.p2p import PointToPoint
+from megarl.weights.transports.shm import SharedMemory
+from megarl.weights.transports.transport import DTYPES, Cargo, Transport
 
 _PROBE_PROMPTS = 4
 _RETURNED_BLOCK_BYTES = 16 * 2**20
@@ -116,17 +120,46 @@ async def run_export(config: RunConfig, output: Path) -> str:
 @asynccontextmanager
 async def _system(config: RunConfig, tracker: Tracker) -> AsyncIterator[System]:
     """Everything a run consists of, started; all of it is gone afterwards."""
-    spec = ModelSpec.from_folder(config.trainer.model)
-    plan = make_plan(spec, layout_of(config.trainer.parallel), engine_layout_of(config.rollout))
-    area = StagingArea(f"{config.name}-{os.getpid()}", plan, config.rollout.dtype)
-    with RayCluster() as cluster, OwnedSegments.create(area):  # starting Ray cannot be interrupted: segments come after
-        trainer, engines = await asyncio.gather(_start_trainer(cluster, config), _start_engines(cluster, config))
-        await asyncio.gather(trainer.attach(area), engines.attach(area))
-        yield _assemble(config, trainer, engines, plan, tracker)
+    cargo = _cargo(config)
+    with RayCluster() as cluster:  # its start cannot be interrupted: what has to be tidied up comes after
+        local = _local_transport(config, cargo)
+        with local.opened() if local else nullcontext():
+            trainer, engines = await asyncio.gather(_start_trainer(cluster, config), _start_engines(cluster, config))
+            transport = local or await _point_to_point(config, cargo, trainer)
+            await asyncio.gather(trainer.attach(transport), engines.attach(transport))
+            yield _assemble(config, trainer, engines, cargo, tracker)
+
+
+def _cargo(config: RunConfig) -> Cargo:
+    """The plan; only ranks that weights are sent to one by one have places of their own in it for every replica."""
+    spec, layout = ModelSpec.from_folder(config.trainer.model), layout_of(config.trainer.parallel)
+    replicas = config.rollout.replicas if config.weights.transport == "p2p" else 1
+    names: Names = "te" if has_gpu() else "local"
+    plan = make_plan(spec, layout, engine_layout_of(config.rollout), names, replicas=replicas)
+    return Cargo(plan, config.rollout.dtype)
+
+
+def _local_transport(config: RunConfig, cargo: Cargo) -> Transport | None:
+    """What can be made before there are processes; None where they have to meet first."""
+    if config.weights.transport == "p2p":
+        return None
+    if config.weights.transport == "disk":
+        return Disk((config.run_folder / "weights").absolute(), cargo)
+    return SharedMemory(f"{config.name}-{os.getpid()}", cargo)
+
+
+async def _point_to_point(config: RunConfig, cargo: Cargo, trainer: MegatronTrainer) -> Transport:
+    return PointToPoint(
+        endpoint=await trainer.free_endpoint(),
+        cargo=cargo,
+        num_sources=config.trainer.parallel.world_size,
+        tensor_parallel=config.rollout.tensor_parallel,
+        timeout_s=config.trainer.timeout_s,
+    )
 
 
 def _assemble(
-    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, tracker: Tracker
+    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, cargo: Cargo, tracker: Tracker
 ) -> System:
     task, renderer = make_task(config.data, config.seed), _renderer(config)
     buffer = GroupBuffer(config.prompts_per_step, config.max_staleness)
@@ -143,7 +176,7 @@ def _assemble(
         ),
         buffer=buffer,
         algorithm=PolicyGradient(config.algorithm),
-        weights=_weight_sync(config, trainer, engines, plan, _probe_sequences(task, renderer)),
+        weights=_weight_sync(config, trainer, engines, cargo, _probe_sequences(task, renderer)),
         placement=Colocated() if config.placement.kind == "colocated" else Disaggregated(),
         evaluator=HeldOutEvaluator(
             task,
@@ -184,13 +217,13 @@ async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
     workers = await cluster.workers(
         "engine",
         "megarl.rollout.vllm_engine:VllmWorker",
-        [(config.rollout, config.trainer.model.absolute())] * size,
+        [(config.rollout, config.trainer.model.absolute(), None, config.weights.in_flight != "wait")] * size,
         env=[_process_env(size)] * size,
         log_folder=config.run_folder / "logs",
         num_gpus=_gpu_share(config),
-        side_methods=("verify_staged",),
+        side_methods=("receive", "pause", "install", "rollback", "resume"),
     )
-    engines = VllmEngines(workers, config.rollout)
+    engines = VllmEngines(workers, config.rollout, config.weights.in_flight)
     await engines.setup()
     return engines
 
@@ -209,17 +242,15 @@ def _gpu_share(config: RunConfig) -> float:
 
 
 def _weight_sync(
-    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, plan: Plan, probe: list[tuple[int, ...]]
+    config: RunConfig, trainer: MegatronTrainer, engines: VllmEngines, cargo: Cargo, probe: list[tuple[int, ...]]
 ) -> BridgeSync:
-    itemsize = DTYPES[config.rollout.dtype].itemsize
-    needed = config.rollout.replicas * sum(plan.num_bytes(rank, itemsize) for rank in range(len(plan.shapes)))
-    exact = config.rollout.dtype == config.trainer.precision.recipe == "fp32"
+    plan, exact = cargo.plan, config.rollout.dtype == config.trainer.precision.recipe == "fp32"
     return BridgeSync(
         trainer,
         engines,
         config.weights,
         plan_digest=plan.digest,
-        size=Bytes(moved=needed, lower_bound=needed),
+        lower_bound_bytes=sum(plan.num_bytes(rank, DTYPES[cargo.dtype].itemsize) for rank in range(len(plan.shapes))),
         probe_sequences=probe,
         probe_rule=ProbeRule("largest", config.weights.probe_tolerance) if exact else _BF16_RULE,
     )

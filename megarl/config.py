@@ -207,7 +207,13 @@ class PlacementConfig(Section):
 class WeightsConfig(Section):
     """The weight bridge."""
 
-    transport: Literal["auto", "shm"] = "auto"
+    transport: Literal["auto", "shm", "disk", "p2p"] = "auto"
+    """How weights get to the engines: shared memory (auto), files below the run's folder, or process to process."""
+    in_flight: Literal["wait", "abort", "keep"] = "wait"
+    """Requests that run when new weights are put in place: waited for, ended as aborted, or continued with the new
+    weights, their caches computed anew."""
+    require_change: bool = True
+    """Whether new weights that are exactly the old ones, after a step with a gradient, end the run."""
     probe_every: int = Field(1, ge=0)
     """Syncs between checks that the engine's log-probabilities on fixed prompts equal the trainer's; 0 never."""
     probe_tolerance: float = Field(1e-4, gt=0.0)

@@ -19,6 +19,7 @@ from megarl.types import (
     LoopState,
     Prompt,
     Sample,
+    StagedWeights,
     SyncReport,
     TrainBatch,
     Trajectory,
@@ -65,8 +66,8 @@ class PolicyTrainer(Protocol):
         """One optimizer step."""
         ...
 
-    async def stage_weights(self, version: int) -> str:
-        """Write every shard to the transport under ``version``; the content digest of what was written."""
+    async def stage_weights(self, version: int) -> StagedWeights:
+        """Send every shard through the transport under ``version``, while the engines ``receive``."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -93,12 +94,12 @@ class RolloutEngine(Protocol):
         """Log-probability of every token but the first given the ones before it."""
         ...
 
-    async def verify_staged(self, version: int) -> list[EngineStatus]:
-        """Check the staged weights' checksums while generation goes on; one status per engine rank."""
+    async def receive(self, version: int) -> list[EngineStatus]:
+        """Take the weights being staged and check them while generation goes on; one status per engine rank."""
         ...
 
     async def pause(self) -> None:
-        """Let no request start; returns when none is running."""
+        """Sample no more; returns when nothing is computed. What happens to running requests is configured."""
         ...
 
     async def install(self, version: int) -> list[EngineStatus]:
@@ -133,8 +134,11 @@ class RewardFn(Protocol):
 class WeightSync(Protocol):
     """Publishes the trainer's weights to every engine as one version, or not at all."""
 
-    async def sync(self, version: int) -> SyncReport:
-        """Raises ``SyncFailed`` when the new version cannot be proven; engines then keep serving the old one."""
+    async def sync(self, version: int, *, expect_change: bool = False) -> SyncReport:
+        """Publish. With ``expect_change`` weights that are those of the last sync are a failure.
+
+        Raises ``SyncFailed`` when the new version cannot be proven; engines then keep serving the old one.
+        """
         ...
 
 

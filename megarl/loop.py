@@ -60,7 +60,8 @@ async def train(system: System, config: RunConfig) -> LoopState:
                     ]
             state.advance(groups)
             with timer.phase("sync"):
-                report = await system.weights.sync(version=state.step)
+                moved = any(update.moved for update in updates)
+                report = await system.weights.sync(version=state.step, expect_change=moved)
             await system.buffer.release(len(groups))  # only now may newer prompts start
             system.tracker.log(step_metrics(groups, samples, updates, report, timer.lap()), step=state.step)
             system.tracker.log_rollouts(groups, step=state.step)

@@ -65,6 +65,8 @@ class Turn:
     version: int
     """The oldest weight version that sampled a token of this turn."""
     finish_reason: FinishReason
+    version_spans: tuple[tuple[int, int], ...] = ()
+    """(version, number of completion tokens it sampled) in order; empty when all are of ``version``."""
 
 
 @dataclass(slots=True)
@@ -180,6 +182,21 @@ class UpdateMetrics:
     skipped: bool = False
     """True when the batch was empty or the gradient not finite; the weights are untouched."""
 
+    @property
+    def moved(self) -> bool:
+        """Whether the step must have changed weights: it had a gradient and a learning rate."""
+        return not self.skipped and self.values.get("grad_norm", 0.0) > 0.0 and self.values.get("lr", 0.0) > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """What the trainer sent in one sync."""
+
+    content_digests: tuple[str, ...]
+    """One per engine rank of the plan."""
+    num_bytes: int
+    """As counted by the ranks that sent them."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
@@ -197,11 +214,16 @@ class SyncReport:
 
     version: int
     bytes_moved: int
+    """As counted by the ranks that sent them."""
     lower_bound_bytes: int
+    """What the engine ranks must end up with, less their padding."""
     stage_s: float
+    """From the first byte written to the last one checked, while the engines generate."""
     install_s: float
     pause_s: float
     """The only time in which the engines do not generate."""
+    fallback_bytes: int = 0
+    """Bytes that went as whole tensors instead of shard to shard."""
     probe_max_diff: float | None = None
     """Largest |engine - trainer| log-probability on the fixed prompts; None when not probed."""
 

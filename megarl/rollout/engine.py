@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megarl.config import RolloutConfig
 from megarl.interfaces import Workers
 from megarl.types import EngineStatus, GenerateRequest, Turn
-from megarl.weights.transports.shm import StagingArea
+from megarl.weights.transports.transport import Transport
 
 T = TypeVar("T")
+InFlight = Literal["wait", "abort", "keep"]
 
 
 class VllmEngines:
@@ -22,14 +23,14 @@ class VllmEngines:
     while they get the same calls in the same order, and a list's results then do not depend on what else is running.
     """
 
-    def __init__(self, workers: Workers, config: RolloutConfig) -> None:
+    def __init__(self, workers: Workers, config: RolloutConfig, in_flight: InFlight = "wait") -> None:
         expected = config.replicas * config.tensor_parallel
         if workers.size != expected:
             raise ValueError(
                 f"{workers.name} has {workers.size} ranks and rollout.replicas x rollout.tensor_parallel needs "
                 f"{expected}; start the group with {expected}"
             )
-        self._workers, self._config = workers, config
+        self._workers, self._config, self._in_flight = workers, config, in_flight
         self._turn = asyncio.Lock()
 
     async def setup(self) -> list[str]:
@@ -39,9 +40,9 @@ class VllmEngines:
         args = [(rank % tp, endpoints[rank - rank % tp]) for rank in range(self._workers.size)]
         return await self._workers.call_each("setup", args, timeout_s=self._config.timeout_s)
 
-    async def attach(self, area: StagingArea) -> None:
-        """Map the shared memory that new weights come through, on every rank."""
-        await self._call("attach", area)
+    async def attach(self, transport: Transport) -> None:
+        """Connect every rank to what new weights come through."""
+        await self._call_with_replica("attach", transport)
 
     async def close(self) -> None:
         """Stop all engines."""
@@ -67,14 +68,18 @@ class VllmEngines:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    async def verify_staged(self, version: int) -> list[EngineStatus]:
-        """Check the staged weights' checksums while generation goes on; one status per rank."""
-        return await self._call("verify_staged", version)
+    async def receive(self, version: int) -> list[EngineStatus]:
+        """Take the weights being staged and check them while generation goes on; one status per rank."""
+        return await self._call("receive", version)
 
     async def pause(self) -> None:
-        """Let no request start; returns when none is running. Requests wait until ``resume``."""
-        await self._turn.acquire()
-        await self._call("pause")
+        """Sample no more; returns when nothing is computed. New requests wait until ``resume``.
+
+        Running requests are finished first (``wait``), end as aborted (``abort``), or stand still (``keep``).
+        """
+        if self._in_flight == "wait":
+            await self._turn.acquire()
+        await self._call("pause", self._in_flight == "abort")
 
     async def install(self, version: int) -> list[EngineStatus]:
         """Put the staged weights in place, keeping what is needed to undo it."""
@@ -87,7 +92,13 @@ class VllmEngines:
     async def resume(self, version: int) -> None:
         """Serve ``version`` from now on: drop the undo, reset the prefix cache, go on."""
         await self._call("resume", version)
-        self._turn.release()
+        if self._in_flight == "wait":
+            self._turn.release()
+
+    async def _call_with_replica(self, method: str, *args: Any) -> None:
+        tp = self._config.tensor_parallel
+        each = [(*args, rank // tp) for rank in range(self._workers.size)]
+        await self._workers.call_each(method, each, timeout_s=self._config.timeout_s)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         return await self._workers.call(method, *args, timeout_s=self._config.timeout_s)

@@ -11,15 +11,19 @@ import json
 import math
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from megarl.config import RolloutConfig
-from megarl.rollout.vllm_weights import LiveModel, Undo, loaded_shapes
+from megarl.rollout import vllm_cpu
+from megarl.rollout.gate import Gate, alone
+from megarl.rollout.vllm_weights import LiveModel, Undo, WeightMismatch, loaded_shapes
 from megarl.types import EngineStatus, FinishReason, GenerateRequest, Turn
-from megarl.weights.transports.shm import DTYPES, FOLDER, ShmReader, StagingArea
+from megarl.weights.transports.shm import FOLDER
+from megarl.weights.transports.transport import DTYPES, Cargo, Transport
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -45,24 +49,31 @@ NO_VERSION = -1
 class VllmWorker:
     """Holds this rank's shard of the model and its share of the KV cache.
 
-    ``verify_staged`` may run in another thread while ``generate`` runs; all other methods wait for each other.
+    ``generate`` and ``score`` run in one thread, one list after the other; everything about weights may run in another
+    at the same time.
     """
 
-    def __init__(self, config: RolloutConfig, model: Path, initial_version: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: Path,
+        initial_version: int | None = None,
+        interruptible: bool = False,
+    ) -> None:
         """``model`` is a Hugging Face folder.
 
         Its weights are loaded and served as ``initial_version``; with None only its config is read, and nothing can be
-        sampled until weights are installed.
+        sampled until weights are installed. ``interruptible``: it may be paused between any two steps, for which the
+        ranks of an engine have to talk before each.
         """
         self._config, self._model, self._initial_version = config, model, initial_version
+        self._interruptible = interruptible
         self._stop_ids = stop_token_ids(model)
-        self._busy = threading.Lock()
-        self._paused = False
         self._version, self._content = NO_VERSION, ""
-        self._verified: tuple[int, str] | None = None
+        self._received: tuple[int, str] | None = None
         self._undo: tuple[Undo, int, str] | None = None
         self._num_requests = 0
-        self._area: StagingArea | None = None
+        self._cargo: Cargo | None = None
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -77,6 +88,8 @@ class VllmWorker:
         for key, value in ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         self._tp_rank, self._port = tp_rank, endpoint.rpartition(":")[2]
+        agree = _agree_with_ranks if self._interruptible and self._config.tensor_parallel > 1 else alone
+        self._gate = Gate(agree, self._config.timeout_s)
         self._engine = _start_engine(self._config, self._model, tp_rank, endpoint, dummy=self._initial_version is None)
         module = self._engine.model_executor.driver_worker.model_runner.model
         self._live = LiveModel(module, loaded_shapes(module))
@@ -87,7 +100,7 @@ class VllmWorker:
 
     def close(self) -> None:
         """Stop the engine and remove the shared memory its ranks talked through."""
-        with self._busy:
+        with self._gate.held():
             self._engine.engine_core.shutdown()
         for path in FOLDER.glob(f"{self._port}-*-cpushm_*"):
             path.unlink(missing_ok=True)
@@ -104,7 +117,10 @@ class VllmWorker:
         outputs = self._run(prompts, [self._sampling(request) for request in requests])
         if self._tp_rank != 0:
             return None
-        return [_turn(request, output) for request, output in zip(requests, outputs, strict=True)]
+        return [
+            _turn(request, output) if output else _aborted(request, self._version)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Log-probability (temperature 1) of every token but the first; from tp rank 0, None elsewhere."""
@@ -114,7 +130,9 @@ class VllmWorker:
         outputs = self._run(sequences, params)
         if self._tp_rank != 0:
             return None
-        return [_prompt_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True)]
+        if None in outputs:
+            raise RuntimeError("the engine was paused with abort while it scored; score again")
+        return [_prompt_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True) if output]
 
     def _sampling(self, request: GenerateRequest) -> SamplingParams:
         from vllm import SamplingParams
@@ -128,70 +146,75 @@ class VllmWorker:
             detokenize=False,
         )
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """The finished outputs, in the order of ``prompts``."""
+    def _run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput | None]:
+        """The finished outputs, in the order of ``prompts``; None for those that were aborted."""
         from vllm.inputs.engine import tokens_input
 
-        with self._busy:
+        with self._gate.beginning():
             self._require_serving()
             self._engine.reset_prefix_cache()
-            first = self._num_requests
-            for prompt, param in zip(prompts, params, strict=True):
-                self._engine.add_request(str(self._num_requests), tokens_input(list(prompt)), param)
-                self._num_requests += 1
-            finished: dict[str, Any] = {}
-            while self._engine.has_unfinished_requests():
-                finished |= {output.request_id: output for output in self._engine.step() if output.finished}
-        return [finished[str(first + number)] for number in range(len(prompts))]
+            ids = [str(self._num_requests + number) for number in range(len(prompts))]
+            self._num_requests += len(prompts)
+            for request_id, prompt, param in zip(ids, prompts, params, strict=True):
+                self._engine.add_request(request_id, tokens_input(list(prompt)), param)
+        finished: dict[str, RequestOutput] = {}
+        while len(finished) < len(ids):
+            with self._gate.passing() as going_on:
+                if not going_on:
+                    self._engine.abort_request([request_id for request_id in ids if request_id not in finished])
+                    break
+                outputs = cast("list[RequestOutput]", self._engine.step())
+                finished |= {output.request_id: output for output in outputs if output.finished}
+        return [finished.get(request_id) for request_id in ids]
 
     def _require_serving(self) -> None:
-        if self._paused:
-            raise RuntimeError("the engine is paused for new weights; call resume first")
         if self._version == NO_VERSION:
             raise RuntimeError("the engine has no weights yet: attach, install and resume a version first")
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def attach(self, area: StagingArea) -> None:
-        """Map the shared memory that new weights will come through.
+    def attach(self, transport: Transport, replica: int) -> None:
+        """Make this rank's side of what new weights come through.
 
         Raises:
-            WeightMismatch: the plan's parameters are not this model's.
-            StagingError: the segments are missing or of another plan.
+            WeightMismatch: the plan's parameters or experts are not this model's.
+            StagingError: what they come through is missing or of another plan.
         """
-        self._live.require_match(area.plan.shapes[self._tp_rank], DTYPES[area.dtype])
-        self._reader = ShmReader(area, self._tp_rank)
-        self._area = area
+        cargo = transport.cargo
+        if self._tp_rank >= len(cargo.plan.shapes):
+            raise WeightMismatch(f"the plan has {len(cargo.plan.shapes)} engine ranks, this is rank {self._tp_rank}")
+        self._live.require_match(cargo.expected(self._tp_rank))
+        self._live.require_experts(_planned_experts(cargo, self._tp_rank))
+        self._reader = transport.reader(replica, self._tp_rank)
+        self._cargo = cargo
 
-    def verify_staged(self, version: int) -> EngineStatus:
-        """Check this rank's staged weights against the trainer's checksums; the status tells of ``version``."""
+    def receive(self, version: int, timeout_s: float | None = None) -> EngineStatus:
+        """Take this rank's new weights and check them; the status tells of ``version``. They are not served yet."""
 
-        def verify() -> None:
-            self._verified = None
-            self._verified = (version, self._reader.verify(version))
+        def receive() -> None:
+            self._received = None
+            self._received = (version, self._reader.receive(version, timeout_s or self._config.timeout_s))
 
-        error = _error_of(verify)
-        return self._status(version, self._verified[1] if self._verified else "", error)
+        error = _error_of(receive)
+        return self._status(version, self._received[1] if self._received else "", error)
 
-    def pause(self) -> None:
-        """Refuse requests from now on; returns when none is running."""
-        with self._busy:
-            self._paused = True
+    def pause(self, abort: bool = False) -> None:
+        """Make no step from now on; returns when none is under way. With ``abort`` running requests end here."""
+        self._gate.close(abort=abort)
 
     def install(self, version: int) -> EngineStatus:
-        """Put the verified weights in place. On an error this rank is as it was, and the status says so."""
-        with self._busy:
+        """Put the received weights in place. On an error this rank is as it was, and the status says so."""
+        with self._gate.held():
             error = _error_of(lambda: self._install(version))
             return self._status(self._version, self._content, error)
 
     def _install(self, version: int) -> None:
-        if not self._paused:
+        if self._gate.is_open:
             raise RuntimeError("the engine must be paused before weights are installed")
-        if self._verified is None or self._verified[0] != version:
-            raise RuntimeError(f"version {version} was not verified; call verify_staged({version}) first")
+        if self._received is None or self._received[0] != version:
+            raise RuntimeError(f"version {version} was not received; call receive({version}) first")
         if self._undo is not None:
             raise RuntimeError("an install is neither resumed nor rolled back yet")
-        self._reader.require_version(version)
         staged = self._reader.parameters()
         undo = self._live.install(staged)
         try:
@@ -200,11 +223,11 @@ class VllmWorker:
             undo()
             raise
         self._undo = (undo, self._version, self._content)
-        self._version, self._content = self._verified
+        self._version, self._content = self._received
 
     def rollback(self) -> EngineStatus:
         """Undo the last ``install`` bit for bit; nothing to do where it failed or was never called."""
-        with self._busy:
+        with self._gate.held():
             error = _error_of(self._rollback)
             return self._status(self._version, self._content, error)
 
@@ -218,19 +241,20 @@ class VllmWorker:
 
     def resume(self, version: int) -> None:
         """Serve ``version`` from now on. Raises RuntimeError when another version is in place."""
-        with self._busy:
+        with self._gate.held():
             if version != self._version:
                 raise RuntimeError(f"cannot serve version {version}: version {self._version} is in place")
             self._undo = None
             self._serve(version)
 
     def _serve(self, version: int) -> None:
-        self._engine.reset_prefix_cache()
+        self._engine.reset_prefix_cache(reset_running_requests=True)  # whose caches are of the old weights
         self._engine.set_weight_version(str(version))
-        self._version, self._paused = version, False
+        self._version = version
+        self._gate.open()
 
     def _status(self, version: int, content: str, error: str) -> EngineStatus:
-        digest = self._area.plan.digest if self._area else ""
+        digest = self._cargo.plan.digest if self._cargo else ""
         return EngineStatus(version=version, plan_digest=digest, content_digest=content, error=error)
 
 
@@ -246,6 +270,27 @@ def _error_of(action: Callable[[], None]) -> str:
     return ""
 
 
+def _agree_with_ranks(pauses: int, aborts: int) -> tuple[int, int]:
+    """The largest of both over the ranks of this engine."""
+    from vllm.distributed import get_tp_group
+
+    both = torch.tensor([pauses, aborts])
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+    return int(both[0]), int(both[1])
+
+
+def _planned_experts(cargo: Cargo, dst_rank: int) -> dict[str, list[int]]:
+    """{module of experts: numbers of the experts that the plan stacks in it, in order}."""
+    experts: dict[str, dict[int, int]] = {}
+    for op in cargo.plan.for_destination(dst_rank):
+        module, _, leaf = op.dst_param.rpartition(".")
+        if leaf == "w2_weight":
+            rows = cargo.plan.shapes[dst_rank][op.dst_param][1]
+            number = int(op.hf_name.partition(".experts.")[2].partition(".")[0])
+            experts.setdefault(module, {})[op.dst_rect.row0 // rows] = number
+    return {module: [number for _, number in sorted(places.items())] for module, places in experts.items()}
+
+
 def _start_engine(config: RolloutConfig, model: Path, tp_rank: int, endpoint: str, *, dummy: bool) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -257,9 +302,12 @@ def _start_engine(config: RolloutConfig, model: Path, tp_rank: int, endpoint: st
         raise RuntimeError(
             f"installing weights into vLLM on {current_platform.device_name} is not supported yet, only on CPU"
         )
+    vllm_cpu.prepare()
     args = EngineArgs(
         model=str(model),
         dtype=str(DTYPES[config.dtype]).removeprefix("torch."),
+        enable_expert_parallel=config.expert_parallel,
+        expert_placement_strategy=config.expert_placement,
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=True,
         tensor_parallel_size=config.tensor_parallel,
@@ -292,17 +340,22 @@ def _turn(request: GenerateRequest, output: RequestOutput) -> Turn:
     completion = output.outputs[0]
     ids = tuple(completion.token_ids)
     logprobs = tuple(_sampled_logprobs(ids, completion.logprobs or []))
-    versions = [int(span.version) for span in completion.weight_versions or []]
+    spans = tuple((int(span.version), span.end - span.start) for span in completion.weight_versions or [])
     reason: FinishReason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-    if len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)) or not versions:
+    if len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)) or not spans:
         ids, logprobs, reason = (), (), "abort"
     return Turn(
         prompt_ids=request.prompt_ids,
         completion_ids=ids,
         rollout_logprobs=logprobs,
-        version=min(versions, default=NO_VERSION),
+        version=min((version for version, _ in spans), default=NO_VERSION),
         finish_reason=reason,
+        version_spans=spans if len(spans) > 1 and ids else (),
     )
+
+
+def _aborted(request: GenerateRequest, version: int) -> Turn:
+    return Turn(request.prompt_ids, (), (), version, "abort")
 
 
 def _sampled_logprobs(ids: Sequence[int], rows: Sequence[Any]) -> Iterator[float]:

@@ -10,30 +10,53 @@ shard in the layout a checkpoint loader would have left, as a new parameter, and
     linear, embedding, head   quant_method.process_weights_after_loading(module)
     experts                   quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     tied head                 pointed at the new embedding parameter, then as a linear layer
-    norms                     nothing to pack
+    latent attention          attention.process_weights_after_loading(dtype), after the layer it derives from
+    vectors                   copied into place: norms, biases, and the router's, which vLLM refers to from elsewhere
 
-The old parameters and handlers are only put aside, so undoing an install gives the old numbers bit for bit.
+The old parameters and handlers are only put aside, vectors are kept: undoing an install gives the old numbers bit
+for bit. Modules that are packed in any other way are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-DERIVED_BUFFERS = frozenset(
-    {"cos_sin_cache", "_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_expert_map", "expert_mask"}
+DERIVED = frozenset(
+    {
+        "cos_sin_cache",
+        "_k_scale",
+        "_v_scale",
+        "_q_scale",
+        "_prob_scale",
+        "_expert_map",
+        "expert_mask",
+        "expert_global_to_physical",
+        "expert_physical_to_global",
+        "expert_local_to_global",
+        "W_UV",
+        "W_UK_T",
+    }
 )
-"""Buffers that vLLM computes from the config. Any other buffer is state, and a plan that leaves it out is refused."""
+"""Tensors that vLLM computes from the config or from others. Any other is state, and a plan without it is refused."""
+
+REFITTABLE = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
+"""vLLM's classes that pack weights in a way that is known here."""
+REFITTABLE_EXPERTS = frozenset({"CPUUnquantizedExperts"})
+"""vLLM's kernels for experts whose weights can be replaced."""
 
 _PACKED_HANDLER = "cpu_linear"
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _PROBE_TOKENS = 4
+
+
+T = TypeVar("T")
 
 
 class WeightMismatch(ValueError):
@@ -46,15 +69,24 @@ class _Before:
 
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]
+    vectors: dict[str, Tensor]
+    """Copies of those that are overwritten in place."""
     handler: Any
 
     @classmethod
     def of(cls, module: nn.Module) -> _Before:
-        return cls(module, dict(module._parameters), module.__dict__.get(_PACKED_HANDLER))
+        parameters = dict(module._parameters)
+        vectors = {leaf: p.detach().clone() for leaf, p in parameters.items() if p is not None and p.ndim == 1}
+        return cls(module, parameters, vectors, module.__dict__.get(_PACKED_HANDLER))
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put it back."""
         self.module._parameters.update(self.parameters)
+        for leaf, vector in self.vectors.items():
+            parameter = self.parameters[leaf]
+            assert parameter is not None, leaf
+            parameter.copy_(vector)
         if self.handler is not None:
             self.module.__dict__[_PACKED_HANDLER] = self.handler
 
@@ -80,24 +112,40 @@ class LiveModel:
     def __init__(self, model: nn.Module, loaded_shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._modules = dict(model.named_modules())
         self._shapes = dict(loaded_shapes)
-        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if _leaf(name) not in DERIVED}
         self._tied = dict(_tied_parameters(model))
-        self._state_buffers = {
-            name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in DERIVED_BUFFERS
-        }
+        self._latent = {path: module for path, module in self._modules.items() if hasattr(module, "W_UK_T")}
+        self._state_buffers = {name for name, _ in model.named_buffers() if _leaf(name) not in DERIVED}
 
-    def require_match(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        """Raises WeightMismatch unless ``shapes`` are exactly the parameters of this rank, in ``dtype``."""
+    def require_match(self, staged: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Check that {name: (shape, dtype)} are exactly the parameters of this rank, and can be put in place.
+
+        Raises:
+            WeightMismatch: naming the parameter or the module.
+        """
         live = set(self._dtypes)
-        if missing := sorted((live | self._state_buffers) - set(shapes)):
+        if missing := sorted((live | self._state_buffers) - set(staged)):
             raise WeightMismatch(f"the plan leaves out {len(missing)} of this engine's tensors, such as {missing[0]}")
-        if unknown := sorted(set(shapes) - live):
+        if unknown := sorted(set(staged) - live):
             raise WeightMismatch(f"the plan has {len(unknown)} parameters this engine lacks, such as {unknown[0]}")
-        for name, shape in shapes.items():
+        for name, (shape, dtype) in staged.items():
             if tuple(shape) != self._shapes[name]:
                 raise WeightMismatch(f"{name} is {tuple(shape)} in the plan and {self._shapes[name]} in the engine")
             if self._dtypes[name] != dtype:
                 raise WeightMismatch(f"{name} is staged in {dtype} and the engine holds {self._dtypes[name]}")
+        for path in _by_module(staged):
+            _require_refittable(path, self._modules[path])
+
+    def require_experts(self, experts: Mapping[str, Sequence[int]]) -> None:
+        """Check that {module of experts: the experts stacked in it, in order} is what this rank has.
+
+        Raises:
+            WeightMismatch: naming the module.
+        """
+        for path, planned in experts.items():
+            placed = _own_experts(self._modules[path], len(planned))
+            if list(planned) != placed:
+                raise WeightMismatch(f"{path} holds experts {placed} and the plan sends it {list(planned)}")
 
     @torch.no_grad()
     def install(self, staged: Mapping[str, Tensor]) -> Undo:
@@ -110,6 +158,9 @@ class LiveModel:
             for path, leaves in _by_module(staged).items():
                 befores.append(_Before.of(self._modules[path]))
                 self._fill(path, leaves)
+            for module in self._latent.values():
+                befores.append(_Before.of(module))
+                _derive(module)
             for name, owner in self._tied.items():
                 path, _, leaf = name.rpartition(".")
                 befores.append(_Before.of(self._modules[path]))
@@ -123,7 +174,10 @@ class LiveModel:
     def _fill(self, path: str, leaves: Mapping[str, Tensor]) -> None:
         module = self._modules[path]
         for leaf, tensor in leaves.items():
-            module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
+            if tensor.ndim == 1:
+                self._parameter(f"{path}.{leaf}").copy_(tensor)
+            else:
+                module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
         _pack(module)
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -152,6 +206,9 @@ class LiveModel:
         for name, owner in self._tied.items():
             path, _, leaf = name.rpartition(".")
             _probe_module(path, self._modules[path], {leaf: staged[owner]})
+        for path, module in self._latent.items():
+            if _layer_number(path) == layer:
+                _probe_latent(path, module, staged[path.partition(".mla_attn")[0] + ".kv_b_proj.weight"])
 
 
 def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -171,21 +228,28 @@ def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _tied_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, owner) of parameters that are another module's parameter too; the owner is the first of them."""
+    """(name, owner) of matrices that are another module's parameter too; the owner is the first of them.
+
+    Shared vectors need no care: they are overwritten in place.
+    """
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = owners[id(parameter)]
         shared_module = _module_of(model, name) is _module_of(model, owner)
-        if owner != name and not shared_module:
+        if owner != name and parameter.ndim > 1 and not shared_module:
             yield name, owner
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _module_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _by_module(staged: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    grouped: dict[str, dict[str, Tensor]] = {}
+def _by_module(staged: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    grouped: dict[str, dict[str, T]] = {}
     for name, tensor in staged.items():
         path, _, leaf = name.rpartition(".")
         grouped.setdefault(path, {})[leaf] = tensor
@@ -208,22 +272,63 @@ def _pack(module: nn.Module) -> None:
         method.process_weights_after_loading(module)
 
 
-def _probe_module(path: str, module: nn.Module, leaves: Mapping[str, Tensor]) -> None:
+def _derive(latent: Any) -> None:
+    """Have latent attention compute its own form of ``kv_b_proj`` into new parameters."""
+    for leaf in ("W_UV", "W_UK_T"):  # vLLM would overwrite the old ones, which an undo needs
+        latent._parameters[leaf] = nn.Parameter(torch.empty_like(latent._parameters[leaf]), requires_grad=False)
+    latent.process_weights_after_loading(latent.W_UV.dtype)
+
+
+def _require_refittable(path: str, module: Any) -> None:
     method = getattr(module, "quant_method", None)
-    if method is None:
+    name = type(method).__name__
+    if method is not None and name not in REFITTABLE:
+        raise WeightMismatch(
+            f"{path} packs its weights by {name}, which this bridge cannot repeat; serve it unquantised"
+        )
+    kernel = getattr(method, "moe_kernel", None)
+    experts = "" if kernel is None else type(kernel.fused_experts).__name__
+    if experts and experts not in REFITTABLE_EXPERTS:
+        raise WeightMismatch(f"{path} computes with {experts}, whose weights cannot be replaced; choose another kernel")
+
+
+def _own_experts(module: Any, count: int) -> list[int]:
+    """Global numbers of the experts in the module's stack, in order."""
+    places = module._expert_map
+    if places is None:
+        return list(range(count))
+    numbers = torch.nonzero(places >= 0).flatten()
+    return [int(number) for number in numbers[torch.argsort(places[numbers])]]
+
+
+def _probe_module(path: str, module: nn.Module, leaves: Mapping[str, Tensor]) -> None:
+    if getattr(module, "quant_method", None) is None:
         pairs = [(getattr(module, leaf), tensor) for leaf, tensor in leaves.items()]
     elif "w13_weight" in leaves:
         pairs = [_experts_outputs(module, leaves["w13_weight"], leaves["w2_weight"])]
     else:
         pairs = [_linear_outputs(module, leaves["weight"], leaves.get("bias"))]
+        pairs += [(getattr(module, leaf), tensor) for leaf, tensor in leaves.items() if tensor.ndim == 1]
     for found, expected in pairs:
-        tolerance = _PROBE_TOLERANCE[expected.dtype] * float(expected.abs().max().clamp_min(1e-20))
-        difference = float((found.float() - expected.float()).abs().max())
-        if not difference <= tolerance:
-            raise WeightMismatch(
-                f"{path} does not compute with the installed weights: its output differs by {difference:.2e}, "
-                f"allowed {tolerance:.2e}"
-            )
+        _require_close(path, found, expected)
+
+
+def _probe_latent(path: str, module: Any, kv_up: Tensor) -> None:
+    """Its two parameters against ``kv_up``, [heads * (nope + v), rank]."""
+    per_head = kv_up.view(module.num_heads, -1, kv_up.shape[1])
+    nope, value = per_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    _require_close(path, module.W_UK_T, nope)
+    _require_close(path, module.W_UV, value.transpose(1, 2))
+
+
+def _require_close(path: str, found: Tensor, expected: Tensor) -> None:
+    tolerance = _PROBE_TOLERANCE[expected.dtype] * float(expected.abs().max().clamp_min(1e-20))
+    difference = float((found.float() - expected.float()).abs().max())
+    if not difference <= tolerance:
+        raise WeightMismatch(
+            f"{path} does not compute with the installed weights: its output differs by {difference:.2e}, "
+            f"allowed {tolerance:.2e}"
+        )
 
 
 def _probe_input(columns: int, dtype: torch.dtype) -> Tensor:
@@ -238,16 +343,17 @@ def _linear_outputs(module: Any, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def _experts_outputs(module: Any, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for experts ([E, 2I, H] and [E, H, I] of this rank), token t going to experts t and t + 1 alone."""
+    """The same for experts ([E, 2I, H] and [E, H, I] of this rank), token t going to places t and t + 1 alone."""
     num_experts, _, hidden = w13.shape
     x = _probe_input(hidden, w13.dtype)
     top_k = min(2, num_experts)
-    ids = (torch.arange(_PROBE_TOKENS)[:, None] + torch.arange(top_k)[None]) % num_experts
+    places = (torch.arange(_PROBE_TOKENS)[:, None] + torch.arange(top_k)[None]) % num_experts
+    ids = torch.tensor(_own_experts(module, num_experts))[places]
     weights = torch.full((_PROBE_TOKENS, top_k), 1.0 / top_k)
     found = module.quant_method.forward_native(module, x.clone(), weights, ids.to(torch.int32), None, None)
     expected = torch.zeros_like(x, dtype=torch.float32)
     for token in range(_PROBE_TOKENS):
-        for expert in ids[token].tolist():
-            gate, up = functional.linear(x[token], w13[expert]).chunk(2)
-            expected[token] += functional.linear(functional.silu(gate) * up, w2[expert]).float() / top_k
+        for place in places[token].tolist():
+            gate, up = functional.linear(x[token], w13[place]).chunk(2)
+            expected[token] += functional.linear(functional.silu(gate) * up, w2[place]).float() / top_k
     return found, expected.to(x.dtype)

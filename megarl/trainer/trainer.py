@@ -12,11 +12,11 @@ import numpy as np
 from megarl.config import TrainerConfig
 from megarl.data.packing import pack_for_scoring
 from megarl.interfaces import Workers
-from megarl.types import MicroBatch, Sample, TrainBatch, UpdateMetrics
+from megarl.types import MicroBatch, Sample, StagedWeights, TrainBatch, UpdateMetrics
 from megarl.weights.export import KEPT_FILES, create_files, exported_dtype, plan_files
 from megarl.weights.folders import appearing
 from megarl.weights.spec import ModelSpec
-from megarl.weights.transports.shm import StagingArea, content_digest
+from megarl.weights.transports.transport import Transport, Written
 
 
 class MegatronTrainer:
@@ -26,7 +26,6 @@ class MegatronTrainer:
         self._workers = workers
         self._config = config
         self._spec = ModelSpec.from_folder(config.model)
-        self._num_ops = 0
         self.dp_size = config.parallel.dp
 
     async def setup(self) -> list[str]:
@@ -58,17 +57,23 @@ class MegatronTrainer:
         values |= {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
         return UpdateMetrics(values, skipped=answers[0]["skipped"])
 
-    async def attach(self, area: StagingArea) -> None:
-        """Connect every rank to the segments that weights go through."""
-        self._num_ops = len(area.plan.ops)
-        await self._call("attach", area)
+    async def free_endpoint(self) -> str:
+        """``host:port`` on the machine of rank 0 that is free now."""
+        return str((await self._call("free_endpoint"))[0])
 
-    async def stage_weights(self, version: int) -> str:
-        """Write every shard to the segments under ``version``; the content digest of what was written."""
-        digests: dict[int, bytes] = {}
-        for written in await self._call("stage", version):
-            digests |= written
-        return content_digest(digests, self._num_ops)
+    async def attach(self, transport: Transport) -> None:
+        """Connect every rank to what weights go through."""
+        self._transport = transport
+        await self._call("attach", transport)
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        """Send every shard under ``version``."""
+        self._transport.begin(version)
+        written = Written()
+        for of_rank in await self._call("stage", version):
+            written |= of_rank
+        self._transport.publish(version)
+        return StagedWeights(tuple(self._transport.content_digests(written.checksums)), written.num_bytes)
 
     async def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, in the number format of the model's config.json."""

@@ -36,7 +36,7 @@ from megarl.trainer.optimizer import build_optimizer  # noqa: E402
 from megarl.types import MicroBatch  # noqa: E402
 from megarl.weights.export import FilePlan, owned_tiles, write_tiles  # noqa: E402
 from megarl.weights.spec import ModelSpec  # noqa: E402
-from megarl.weights.transports.shm import ShmWriter, StagingArea  # noqa: E402
+from megarl.weights.transports.transport import Transport, Written  # noqa: E402
 
 
 class TrainerWorker:
@@ -152,12 +152,16 @@ class TrainerWorker:
 
     # --- weights out -----------------------------------------------------------------------------------------------
 
-    def attach(self, area: StagingArea) -> None:
-        """Map the shared-memory segments this rank will write into."""
-        self._writer = ShmWriter(area, self._rank)
+    def free_endpoint(self) -> str:
+        """``host:port`` that is free now; rank 0's is on the machine that all know as the master."""
+        return f"{os.environ['MASTER_ADDR']}:{self.free_port()}"
 
-    def stage(self, version: int) -> dict[int, bytes]:
-        """Write this rank's share of ``version``; {number of the op in the plan: digest of the live shard}."""
+    def attach(self, transport: Transport) -> None:
+        """Make this rank's side of what weights go through."""
+        self._writer = transport.writer(self._rank)
+
+    def stage(self, version: int) -> Written:
+        """Send this rank's share of ``version``."""
         return self._writer.write(version, live_tensors(self._chunks))
 
     def write_export(self, folder: Path, plan: FilePlan) -> int:

@@ -96,17 +96,21 @@ def make_plan(
     engine: EngineLayout,
     names: Names = "local",
     *,
+    replicas: int = 1,
     dst_rank: int | None = None,
 ) -> Plan:
-    """The plan from ``trainer`` to one engine, or to one rank of it; replicas of an engine all follow the same one.
+    """The plan from ``trainer`` to one engine, or to one rank of it, or to several engines.
+
+    Replicas of an engine that read the same memory all follow the plan for one. With ``replicas`` every one has ranks
+    of its own, ``replica * tp + tp_rank``, so that they draw from different copies of the trainer's weights.
 
     Raises:
         ValueError: a layout cannot hold the model.
         AssertionError: the layouts contradict each other; a bug, never a user's mistake.
     """
     sources = [megatron_params(spec, trainer, rank, names) for rank in range(trainer.world_size)]
-    ranks = range(engine.tp) if dst_rank is None else (dst_rank,)
-    destinations = {rank: engine_params(spec, engine, rank) for rank in ranks}
+    ranks = range(replicas * engine.tp) if dst_rank is None else (dst_rank,)
+    destinations = {rank: engine_params(spec, engine, rank % engine.tp) for rank in ranks}
     return plan_between(sources, destinations, fp32_params(spec), is_whole=dst_rank is None)
 
 

@@ -1,8 +1,8 @@
 """One weight sync: stage, prove, pause, install, agree, publish. Or leave every engine as it was.
 
-trainer writes the shards        -> digest of what left the trainer
-every engine rank reads them     -> the same digest, or the sync ends here and nothing was touched
-pause, install on every rank     -> all ranks agree on version and digests, or all of them roll back
+trainer sends the shards         -> digests of what left the trainer, one per engine rank
+every engine rank receives them  -> the same digests, or the sync ends here and nothing was touched
+pause, install on every rank     -> all ranks agree on version, plan and content, or all of them roll back
 publish the version, resume      -> the fixed prompts get the trainer's log-probabilities, or the run ends
 """
 
@@ -32,16 +32,6 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
-    """Size of one sync, known from the plan before anything moves."""
-
-    moved: int
-    """Over all engines."""
-    lower_bound: int
-    """What the engine ranks must end up with."""
-
-
-@dataclass(frozen=True, slots=True)
 class ProbeRule:
     """When engine and trainer count as equal on the fixed prompts, from |difference| of all their log-probabilities.
 
@@ -68,49 +58,60 @@ class BridgeSync:
         config: WeightsConfig,
         *,
         plan_digest: str,
-        size: Bytes,
+        lower_bound_bytes: int,
         probe_sequences: Sequence[tuple[int, ...]],
         probe_rule: ProbeRule,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._trainer, self._engine, self._config = trainer, engine, config
-        self._plan_digest, self._size = plan_digest, size
+        self._plan_digest, self._lower_bound_bytes = plan_digest, lower_bound_bytes
         self._probe_sequences, self._probe_rule = tuple(probe_sequences), probe_rule
         self._clock = clock
         self._syncs = 0
+        self._published: tuple[str, ...] | None = None
 
-    async def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int, *, expect_change: bool = False) -> SyncReport:
         """Publish the trainer's weights as ``version``.
 
         Raises:
-            SyncFailed: checksums, installation or log-probabilities are not right.
+            SyncFailed: checksums, installation or log-probabilities are not right, or nothing changed that should have.
         """
         start = self._clock()
-        content_digest = await self._trainer.stage_weights(version)
-        self._require_agreement("staged", await self._engine.verify_staged(version), content_digest, version=None)
-        staged = self._clock()
+        staged, statuses = await asyncio.gather(self._trainer.stage_weights(version), self._engine.receive(version))
+        self._require_agreement("staged", statuses, staged.content_digests, version=None)
+        self._require_change(staged.content_digests, version, expect_change=expect_change)
+        received = self._clock()
         await self._engine.pause()
         paused = self._clock()
-        await self._install(version, content_digest)
+        await self._install(version, staged.content_digests)
         installed = self._clock()
         await self._engine.resume(version)
         resumed = self._clock()
+        self._published = staged.content_digests
         difference = await self._probe(version) if self._probe_is_due() else None
         self._syncs += 1
         return SyncReport(
             version=version,
-            bytes_moved=self._size.moved,
-            lower_bound_bytes=self._size.lower_bound,
-            stage_s=staged - start,
+            bytes_moved=staged.num_bytes,
+            lower_bound_bytes=self._lower_bound_bytes,
+            stage_s=received - start,
             install_s=installed - paused,
-            pause_s=resumed - staged,
+            pause_s=resumed - received,
             probe_max_diff=difference,
         )
 
-    async def _install(self, version: int, content_digest: str) -> None:
+    def _require_change(self, digests: tuple[str, ...], version: int, *, expect_change: bool) -> None:
+        if expect_change and self._config.require_change and digests == self._published:
+            raise SyncFailed(
+                f"version {version} has exactly the weights of the version before, though an optimizer step with a "
+                "gradient was taken: an update was lost, or it is too small for the engine's number format "
+                "(raise trainer.optimizer.lr, or set weights.require_change=false)"
+            )
+
+    async def _install(self, version: int, digests: tuple[str, ...]) -> None:
         statuses = await self._engine.install(version)
         try:
-            self._require_agreement("installed", statuses, content_digest, version=version)
+            self._require_agreement("installed", statuses, digests, version=version)
         except SyncFailed:
             restored = await self._engine.rollback()
             versions = {status.version for status in restored}
@@ -119,16 +120,17 @@ class BridgeSync:
             raise
 
     def _require_agreement(
-        self, what: str, statuses: Sequence[EngineStatus], content_digest: str, *, version: int | None
+        self, what: str, statuses: Sequence[EngineStatus], digests: tuple[str, ...], *, version: int | None
     ) -> None:
         for rank, status in enumerate(statuses):
+            digest = digests[rank % len(digests)]  # replicas that read the same memory share the plan's ranks
             if status.error:
                 raise SyncFailed(f"engine rank {rank} could not be {what}: {status.error}")
             if status.plan_digest != self._plan_digest:
                 raise SyncFailed(f"engine rank {rank} follows plan {status.plan_digest}, not {self._plan_digest}")
-            if status.content_digest != content_digest:
+            if status.content_digest != digest:
                 raise SyncFailed(
-                    f"engine rank {rank} has {what} content {status.content_digest}, the trainer wrote {content_digest}"
+                    f"engine rank {rank} has {what} content {status.content_digest}, the trainer sent {digest}"
                 )
             if version is not None and status.version != version:
                 raise SyncFailed(f"engine rank {rank} {what} version {status.version}, not {version}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import RolloutConfig
-from megarl.rollout.engine import VllmEngines, share
+from megarl.rollout.engine import InFlight, VllmEngines, share
 from megarl.types import GenerateRequest
 
 
@@ -21,6 +21,7 @@ class Ranks:
     def __init__(self, size: int, tensor_parallel: int) -> None:
         self.size, self._tp = size, tensor_parallel
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.release: asyncio.Event | None = None
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         self.asked.append((method, args))
@@ -28,6 +29,8 @@ class Ranks:
 
     async def call_each(self, method: str, args: Sequence[tuple[Any, ...]], *, timeout_s: float) -> list[Any]:
         self.asked.append((method, tuple(args)))
+        if self.release and method == "generate":
+            await self.release.wait()
         return [args[rank][0] if rank % self._tp == 0 else None for rank in range(self.size)]
 
 
@@ -72,6 +75,26 @@ async def test_requests_wait_while_the_engines_are_paused() -> None:
     await engines.resume(3)
     assert await waiting == _requests(1)
     assert [method for method, _ in ranks.asked] == ["pause", "resume", "generate"]
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "keep"])
+async def test_running_requests_can_be_interrupted(in_flight: InFlight) -> None:
+    ranks = Ranks(1, 1)
+    engines = VllmEngines(ranks, RolloutConfig(), in_flight)
+    ranks.release = asyncio.Event()
+    running = asyncio.create_task(engines.generate(_requests(1)))
+    await asyncio.sleep(0.01)
+    await engines.pause()
+    assert ranks.asked[-1] == ("pause", (in_flight == "abort",))
+    await engines.resume(3)
+    ranks.release.set()
+    assert await running == _requests(1)
+
+
+async def test_every_rank_is_told_which_replica_it_belongs_to() -> None:
+    engines, ranks = _engines(2, 2)
+    await engines.attach("transport")
+    assert ranks.asked[-1] == ("attach", (("transport", 0), ("transport", 0), ("transport", 1), ("transport", 1)))
 
 
 def test_a_group_of_another_size_is_refused() -> None:

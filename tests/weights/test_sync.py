@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megarl.config import WeightsConfig
-from megarl.types import EngineStatus
-from megarl.weights.sync import BridgeSync, Bytes, ProbeRule, SyncFailed
+from megarl.types import EngineStatus, StagedWeights
+from megarl.weights.sync import BridgeSync, ProbeRule, SyncFailed
 
 PLAN, CONTENT = "plan", "content"
 
@@ -18,8 +18,10 @@ PLAN, CONTENT = "plan", "content"
 class Trainer:
     """Log-probabilities of -1 everywhere."""
 
-    async def stage_weights(self, version: int) -> str:
-        return CONTENT
+    content: str = CONTENT
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        return StagedWeights((self.content,), 10)
 
     async def score(self, samples, *, temperature=None, reference=False):
         assert temperature == 1.0
@@ -40,8 +42,8 @@ class Engine:
     def _ranks(self, version: int) -> list[EngineStatus]:
         return [EngineStatus(version, PLAN, CONTENT)] * 2
 
-    async def verify_staged(self, version: int) -> list[EngineStatus]:
-        self.calls.append("verify")
+    async def receive(self, version: int) -> list[EngineStatus]:
+        self.calls.append("receive")
         return self.staged or self._ranks(version)
 
     async def pause(self) -> None:
@@ -69,7 +71,7 @@ def _sync(engine: Engine, **config) -> BridgeSync:
         engine,
         WeightsConfig(**config),
         plan_digest=PLAN,
-        size=Bytes(moved=10, lower_bound=10),
+        lower_bound_bytes=10,
         probe_sequences=[(1, 2, 3), (4, 5)],
         probe_rule=ProbeRule("largest", 1e-4),
     )
@@ -78,7 +80,7 @@ def _sync(engine: Engine, **config) -> BridgeSync:
 async def test_a_version_is_verified_before_the_pause_and_published_after_all_ranks_agree() -> None:
     engine = Engine()
     report = await _sync(engine).sync(7)
-    assert engine.calls == ["verify", "pause", "install", "resume 7"]
+    assert engine.calls == ["receive", "pause", "install", "resume 7"]
     assert (report.version, report.bytes_moved, report.probe_max_diff) == (7, 10, 0.0)
 
 
@@ -94,7 +96,7 @@ async def test_what_cannot_be_verified_never_touches_an_engine(planted: EngineSt
     engine = Engine(staged=[EngineStatus(7, PLAN, CONTENT), planted])
     with pytest.raises(SyncFailed, match="engine rank 1"):
         await _sync(engine).sync(7)
-    assert engine.calls == ["verify"]
+    assert engine.calls == ["receive"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ async def test_one_rank_that_fails_rolls_all_of_them_back_to_the_old_version(pla
     engine = Engine(installed=[EngineStatus(7, PLAN, CONTENT), planted], version=6)
     with pytest.raises(SyncFailed, match="engine rank 1"):
         await _sync(engine).sync(7)
-    assert engine.calls == ["verify", "pause", "install", "rollback", "resume 6"]
+    assert engine.calls == ["receive", "pause", "install", "rollback", "resume 6"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,25 @@ async def test_engines_that_cannot_go_back_together_stay_paused(restored: list[E
 async def test_other_log_probabilities_on_the_fixed_prompts_end_the_run(logprob: float) -> None:
     with pytest.raises(SyncFailed, match="fixed prompts"):
         await _sync(Engine(logprob=logprob)).sync(7)
+
+
+async def test_weights_that_did_not_change_are_an_error_only_when_they_should_have() -> None:
+    engine = Engine()
+    sync = _sync(engine)
+    await sync.sync(7, expect_change=True)  # there is nothing to compare the first version with
+    await sync.sync(8)
+    with pytest.raises(SyncFailed, match="version 9 has exactly the weights of the version before"):
+        await sync.sync(9, expect_change=True)
+    assert engine.calls[-1] == "receive"
+    lenient = _sync(engine, require_change=False)
+    await lenient.sync(9)
+    await lenient.sync(10, expect_change=True)
+
+
+async def test_ranks_of_replicas_that_share_memory_are_held_to_the_same_digests() -> None:
+    engine = Engine(staged=[EngineStatus(7, PLAN, CONTENT)] * 3 + [EngineStatus(7, PLAN, "other")])
+    with pytest.raises(SyncFailed, match="engine rank 3"):
+        await _sync(engine).sync(7)
 
 
 async def test_the_probe_runs_as_often_as_the_config_says() -> None:
