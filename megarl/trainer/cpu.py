@@ -141,6 +141,7 @@ def _send_cuda_tensors_to_cpu() -> None:
 
 
 def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -166,3 +167,35 @@ def _patch_megatron() -> None:
         multi_latent_attention.HAVE_TE = False  # it has imported a mock
     token_dispatcher.maybe_move_tensor_to_cpu = splits_to_cpu
     moe_utils.maybe_move_tensor_to_cpu = splits_to_cpu
+    mappings._gather_along_first_dim = _gathering_uneven_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scattering_uneven_parts(mappings._reduce_scatter_along_first_dim)
+
+
+def _gathering_uneven_parts(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gloo gathers only parts of one size; experts cut over tensor-parallel ranks (ETP > 1) see different tokens."""
+
+    def gather_padded(x: torch.Tensor, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, *rest)
+        longest = max(output_split_sizes)
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather_padded
+
+
+def _scattering_uneven_parts(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The way back: every rank gets the sum of its own part."""
+
+    def sum_and_take(x: torch.Tensor, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(x, group, input_split_sizes, *rest)
+        total = x.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        own: torch.Tensor = torch.split(total, input_split_sizes)[group.rank()]
+        return own.contiguous()
+
+    return sum_and_take

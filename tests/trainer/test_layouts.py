@@ -27,6 +27,7 @@ TRAINING_LAYOUTS = (
     {"pp": 2, "ep": 2},
     {"tp": 2, "ep": 2},
     {"tp": 2, "etp": 2},
+    {"ep": 2, "etp": 2},
     {"tp": 2, "pp": 2, "vpp": 2},
     {"pp": 2, "first_stage_layers": 1, "ep": 2},
     {"tp": 2, "pp": 2, "vpp": 2, "pipeline_layout": "Ett|t|t|L"},

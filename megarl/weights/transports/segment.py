@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def content_digests(cargo: Cargo, written: Mapping[int, bytes]) -> list[str]:
 def create(descriptor: int, layout: SegmentLayout, plan: Plan) -> None:
     """Reserve the room of an open, empty file, so that a write can then never fail for lack of it; all zero."""
     os.posix_fallocate(descriptor, 0, layout.size)
-    os.pwrite(descriptor, _header(plan), 0)
+    versions = struct.pack("<q", _WRITING) * len(layout.sources)  # zero would be a version
+    os.pwrite(descriptor, _header(plan).ljust(_HEADER_BYTES, b"\0") + versions, 0)
 
 
 def _header(plan: Plan) -> bytes:

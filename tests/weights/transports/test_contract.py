@@ -66,7 +66,7 @@ def _free_port() -> int:
 
 
 def test_every_rank_gets_its_own_shard_of_every_version(bench: Bench) -> None:
-    for version, seed in ((3, 0), (4, 5)):
+    for version, seed in ((0, 0), (1, 5)):  # 0 is a version like any other
         bench.sync(version, seed)
         expected = expected_shards(seed)
         for place, reader in enumerate(bench.readers):
