@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from megarl.algorithms.algorithm import PolicyGradient
 from megarl.config import RunConfig
+from megarl.config_errors import users_mistake
 from megarl.data.prompts import Task, make_task
 from megarl.data.renderer import Renderer
 from megarl.envs.single_turn import SingleTurn
@@ -31,7 +33,9 @@ from megarl.tracking.run import CURVES_FILE, add_curves, mlflow_uri, open_tracke
 from megarl.tracking.summary import Places, run_summary
 from megarl.trainer.settings import WorkerSettings, layout_of
 from megarl.trainer.trainer import MegatronTrainer
+from megarl.weights.convert import Converted, Job, finish, prepare_export, prepare_import
 from megarl.weights.engine_layout import engine_layout_of
+from megarl.weights.megatron_files import MegatronFiles
 from megarl.weights.megatron_layout import Names
 from megarl.weights.plan import make_plan
 from megarl.weights.spec import ModelSpec
@@ -42,6 +46,8 @@ from megarl.weights.transports.shm import SharedMemory
 from megarl.weights.transports.transport import DTYPES, Cargo, Transport
 
 _PROBE_PROMPTS = 4
+_CONVERT_S = 3600.0
+"""Deadline of one rank's share of a conversion."""
 _RETURNED_BLOCK_BYTES = 16 * 2**20
 """glibc gives freed blocks from this size on back at once. By itself it keeps blocks of up to 32 MiB in its heap, which
 after a few syncs is as much memory again as the weights."""
@@ -115,6 +121,52 @@ async def run_export(config: RunConfig, output: Path) -> str:
         state = await _checkpoints(config).restore(trainer)
         await trainer.export(output)
     return f"wrote the policy of step {state.step} to {output}"
+
+
+async def run_import(source: Path, output: MegatronFiles) -> str:
+    """``megarl import``: what was written."""
+    with users_mistake():
+        job = prepare_import(source, output)
+    summary = await _convert(job, "importing")
+    finish(job, output.folder)
+    return f"wrote {output.layout.world_size} ranks to {output.folder}: {summary}"
+
+
+async def run_export_of_shards(source: MegatronFiles, output: Path) -> str:
+    """``megarl export`` of Megatron shards: what was written."""
+    with users_mistake():
+        job = prepare_export(source, output)
+    summary = await _convert(job, "exporting")
+    finish(job, output)
+    return f"wrote {len(job.plan.sizes)} files to {output}: {summary}"
+
+
+async def _convert(job: Job, what: str) -> str:
+    """Every rank once, on as many processes as there are cores."""
+    from rich.progress import Progress
+
+    size = min(job.num_ranks, len(os.sched_getaffinity(0)))
+    found: list[Converted] = []
+    with RayCluster() as cluster:
+        workers = await cluster.workers(
+            "converter",
+            "megarl.weights.convert:Converter",
+            [()] * size,
+            env=[_process_env(size)] * size,
+            log_folder=job.scratch / "logs",
+        )
+        with Progress() as progress:
+            bar = progress.add_task(what, total=job.num_ranks)
+            for first in range(0, job.num_ranks, size):
+                ranks = [first + place if first + place < job.num_ranks else None for place in range(size)]
+                answers = await workers.call_each("convert", [(job, rank) for rank in ranks], timeout_s=_CONVERT_S)
+                found += [answer for answer in answers if answer is not None]
+                progress.update(bar, completed=len(found))
+    shutil.rmtree(job.scratch / "logs")
+    moved, resumed = sum(one.num_bytes for one in found), sum(one.resumed_bytes for one in found)
+    peak = max(one.peak_bytes for one in found)
+    before = f" ({resumed / 1e6:,.1f} MB found done)" if resumed else ""
+    return f"{moved / 1e6:,.1f} MB{before}, at most {peak / 2**20:,.0f} MiB of memory a process"
 
 
 @asynccontextmanager

@@ -138,18 +138,49 @@ def evaluate(config: Path, overrides: tuple[str, ...]) -> None:
 
 
 @main.command()
-@_CONFIG
+@click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG_OR_SHARDS")
 @click.argument("output", type=click.Path(path_type=Path))
 @_OVERRIDES
 def export(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
-    """Write the newest checkpoint as a Hugging Face folder.
+    """Write a run's newest checkpoint, or Megatron shards, as a Hugging Face folder.
 
-    OUTPUT gets the weights in the number format of trainer.model's config.json, and its tokenizer.
+    OUTPUT gets the weights in the number formats of the model that the run started from, or of the shards, and the
+    tokenizer. Shards are what megarl import wrote; they are copied bit for bit, and a run that was cut off goes on.
     """
-    from megarl.build import run_export
+    from megarl.build import run_export, run_export_of_shards
+    from megarl.weights.megatron_files import MegatronFiles
 
     _refuse_existing("OUTPUT", output)
+    if config.is_dir():
+        with users_mistake():
+            shards = MegatronFiles.open(config)
+        click.echo(_run(lambda: run_export_of_shards(shards, output)))
+        return
     click.echo(_run(lambda: run_export(_checked(config, overrides), output)))
+
+
+@main.command(name="import")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("sizes", nargs=-1, metavar="[SIZE=VALUE]...")
+@click.option("--te", is_flag=True, help="Use the parameter names of Transformer Engine's layers, not the local ones.")
+def import_(model: Path, output: Path, sizes: tuple[str, ...], te: bool) -> None:
+    """Write a Hugging Face folder as Megatron shards of a layout.
+
+    Every rank's file is filled with its own bytes of MODEL, whatever number formats they are in; a run that was cut off
+    goes on. A SIZE is one of tp, pp, vpp, ep, etp, world_size, first_stage_layers, last_stage_layers, pipeline_layout
+    and vocab_multiple, such as tp=2. trainer.model may then be OUTPUT, and megarl export turns it back.
+    """
+    from megarl.build import run_import
+    from megarl.weights.megatron_files import MegatronFiles
+    from megarl.weights.megatron_layout import layout_from
+    from megarl.weights.spec import ModelSpec
+
+    _refuse_existing("OUTPUT", output)
+    with users_mistake():
+        layout, spec = layout_from(sizes), ModelSpec.from_folder(model)
+        layout.check(spec)
+    click.echo(_run(lambda: run_import(model, MegatronFiles(output, spec, layout, "te" if te else "local"))))
 
 
 @main.command()

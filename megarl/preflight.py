@@ -18,7 +18,7 @@ from megarl.precision import RECIPES
 from megarl.rewards import make_rewards
 from megarl.trainer.settings import layout_of
 from megarl.weights.engine_layout import EngineLayout
-from megarl.weights.hf_files import check_folder
+from megarl.weights.megatron_files import check_model
 from megarl.weights.spec import ModelSpec
 
 Rule = Callable[[RunConfig, ModelSpec], Iterator[Problem]]
@@ -56,7 +56,7 @@ def check(config: RunConfig, *, weights: bool = True) -> ModelSpec:
         make_rewards(config.rewards, task)
     if weights:
         with users_mistake("trainer.model"):
-            check_folder(config.trainer.model, spec)
+            check_model(config.trainer.model, spec)
             _check_tokenizer(config.trainer.model)
     return spec
 

@@ -28,7 +28,7 @@ from megarl.precision import RECIPES
 from megarl.trainer.attention import PackedAttention
 from megarl.trainer.latent import LatentSelfAttention
 from megarl.trainer.norm import RMSNorm
-from megarl.weights.hf_files import ShardReader
+from megarl.weights.megatron_files import open_reader
 from megarl.weights.megatron_layout import MegatronLayout, Names, megatron_params
 from megarl.weights.spec import ModelSpec
 
@@ -259,7 +259,7 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield f"{path}.{leaf}", buffer
 
 
-def load_from_hugging_face(
+def load_weights(
     chunks: Sequence[torch.nn.Module], folder: Path, spec: ModelSpec, layout: MegatronLayout, rank: int
 ) -> None:
     """Fill every parameter and buffer of this rank, reading only the bytes it owns.
@@ -275,7 +275,7 @@ def load_from_hugging_face(
             f"only in the layout {sorted(shards.keys() - tensors.keys())[:5]}, "
             f"only in the model {sorted(tensors.keys() - shards.keys())[:5]}"
         )
-    with torch.no_grad(), ShardReader(folder) as reader:
+    with torch.no_grad(), open_reader(folder) as reader:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != tuple(shards[name].shape):
                 raise RuntimeError(

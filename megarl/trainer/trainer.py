@@ -13,9 +13,10 @@ from megarl.config import TrainerConfig
 from megarl.data.packing import pack_for_scoring
 from megarl.interfaces import Workers
 from megarl.types import MicroBatch, Sample, StagedWeights, TrainBatch, UpdateMetrics
-from megarl.weights.export import KEPT_FILES, create_files, exported_dtype, plan_files
+from megarl.weights.export import KEPT_FILES, exported_dtypes
 from megarl.weights.folders import appearing
 from megarl.weights.spec import ModelSpec
+from megarl.weights.tensor_files import create_files, plan_files
 from megarl.weights.transports.transport import Transport, Written
 
 
@@ -76,9 +77,10 @@ class MegatronTrainer:
         return StagedWeights(tuple(self._transport.content_digests(written.checksums)), written.num_bytes)
 
     async def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder, in the number format of the model's config.json."""
+        """Write the weights as a Hugging Face folder, in the number formats of the model's own files."""
         with appearing(folder) as scratch:
-            plan = plan_files(self._spec.hf_tensors(), exported_dtype(self._config.model))
+            dtypes = exported_dtypes(self._config.model, self._spec)
+            plan = plan_files({name: (shape, dtypes[name]) for name, shape in self._spec.hf_tensors().items()})
             create_files(scratch, plan)
             await self._call("write_export", scratch, plan)
             for name in ("config.json", *KEPT_FILES):

@@ -31,11 +31,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.trainer import checkpoint  # noqa: E402
 from megarl.trainer.forward import DeviceBatch, LogprobSettings, Loss, run_micro_batches, token_logprobs  # noqa: E402
-from megarl.trainer.model import build_model, live_tensors, load_from_hugging_face, parameter_names  # noqa: E402
+from megarl.trainer.model import build_model, live_tensors, load_weights, parameter_names  # noqa: E402
 from megarl.trainer.optimizer import build_optimizer  # noqa: E402
 from megarl.types import MicroBatch  # noqa: E402
-from megarl.weights.export import FilePlan, owned_tiles, write_tiles  # noqa: E402
+from megarl.weights.export import owned_tiles, write_tiles  # noqa: E402
 from megarl.weights.spec import ModelSpec  # noqa: E402
+from megarl.weights.tensor_files import FilePlan  # noqa: E402
 from megarl.weights.transports.transport import Transport, Written  # noqa: E402
 
 
@@ -61,7 +62,7 @@ class TrainerWorker:
         os.environ["MASTER_PORT"] = str(port)
         self._device = _init_distributed(sizes, trainer.timeout_s, self._settings.seed)
         self._chunks = build_model(self._spec, trainer, self._layout)
-        load_from_hugging_face(self._chunks, trainer.model, self._spec, self._layout, self._rank)
+        load_weights(self._chunks, trainer.model, self._spec, self._layout, self._rank)
         self._optimizer, self._scheduler = build_optimizer(
             self._chunks,
             trainer.optimizer,

@@ -39,6 +39,8 @@ class TensorHeader:
     file: Path
     dtype: str
     shape: Shape
+    offset: int
+    """First byte of its data in the file."""
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -49,7 +51,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """
     headers: dict[str, TensorHeader] = {}
     for path in _weight_files(Path(folder)):
-        for name, header in _file_headers(path):
+        for name, header in file_headers(path):
             if name in headers:
                 raise ValueError(f"{name} must be in one file: it is in {headers[name].file} and {path}; remove one")
             headers[name] = header
@@ -161,8 +163,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _file_headers(path: Path) -> Iterator[tuple[str, TensorHeader]]:
-    """The header of ``path``, after checking that the file is as long as the header says."""
+def file_headers(path: Path) -> Iterator[tuple[str, TensorHeader]]:
+    """Every tensor of one file, after checking that the file is as long as its header says.
+
+    Raises:
+        ValueError: it is cut off, or no safetensors file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -172,7 +178,10 @@ def _file_headers(path: Path) -> Iterator[tuple[str, TensorHeader]]:
         text = file.read(length)
     try:
         entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        headers = {name: TensorHeader(path, e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
+        headers = {
+            name: TensorHeader(path, e["dtype"], tuple(e["shape"]), 8 + length + int(e["data_offsets"][0]))
+            for name, e in entries.items()
+        }
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{path} must start with a safetensors header ({error!r}); copy it again") from error

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from megarl.weights.families.blocks import EMBEDDING, FINAL_NORM, HEAD
 from megarl.weights.mappings import ParamMap, ShardSpec, Sizes, relocated
@@ -203,6 +203,26 @@ class MegatronLayout:
             raise ValueError(
                 f"ep ({self.ep}) and etp ({self.etp}) must be 1 for a {spec.family} model: it has no experts; use 1"
             )
+
+
+def layout_from(sizes: Sequence[str]) -> MegatronLayout:
+    """A layout from texts such as ``tp=2``; ``world_size`` is the smallest that fits unless it is given.
+
+    Raises:
+        ValueError: a size that does not exist, is no number or does not fit the others.
+    """
+    names = [one.name for one in fields(MegatronLayout)]
+    values: dict[str, Any] = {}
+    for text in sizes:
+        name, sign, value = text.partition("=")
+        if not sign or name not in names:
+            raise ValueError(f"size ({text}) must be one of {', '.join(names)} with a value; use one such as tp=2")
+        if name != "pipeline_layout" and not (value.isdecimal() and (int(value) > 0 or name.endswith("_layers"))):
+            raise ValueError(f"{name} ({value}) must be a whole number from 1 on; use {name}=1")
+        values[name] = value if name == "pipeline_layout" else int(value)
+    size = {name: values.get(name, 1) for name in ("tp", "pp", "cp", "ep", "etp")}
+    smallest = math.lcm(size["tp"] * size["pp"] * size["cp"], size["etp"] * size["ep"] * size["pp"])
+    return MegatronLayout(**{"world_size": smallest, **values})
 
 
 def _chunks_of(pipeline_layout: str) -> list[str]:

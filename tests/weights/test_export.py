@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from megarl.weights.export import create_files, exported_dtype, owned_tiles, plan_files, write_tiles
+from megarl.weights.export import exported_dtypes, owned_tiles, write_tiles
 from megarl.weights.hf_files import ShardReader, check_folder
 from megarl.weights.megatron_layout import MegatronLayout, Names, megatron_params
 from megarl.weights.spec import ModelSpec
+from megarl.weights.tensor_files import create_files, plan_files
 from tests.trainer.families import FAMILIES, MOE_FAMILIES, VOCAB, logits_of, write_model
 
 LAYOUTS = {
@@ -32,7 +33,7 @@ def _export(
 ) -> int:
     """Import ``source`` into fake shards of ``layout`` and export them; bytes written by all ranks."""
     spec = ModelSpec.from_folder(source)
-    plan = plan_files(spec.hf_tensors(), dtype, **more)
+    plan = plan_files({name: (shape, dtype) for name, shape in spec.hf_tensors().items()}, **more)
     folder.mkdir()
     create_files(folder, plan)
     written = 0
@@ -92,6 +93,22 @@ def test_a_bf16_export_of_fp32_shards_is_rounded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "expected"), [({"dtype": "bfloat16"}, "BF16"), ({"torch_dtype": "float32"}, "F32")])
-def test_the_number_format_is_the_configs(config: dict[str, str], expected: str, tmp_path: Path) -> None:
+def test_without_weights_the_number_format_is_the_configs(
+    config: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    write_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    spec = ModelSpec.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert exported_dtype(tmp_path) == expected
+    assert set(exported_dtypes(tmp_path, spec).values()) == {expected}
+
+
+def test_the_number_formats_are_those_of_the_files_the_model_came_from(tmp_path: Path) -> None:
+    write_model("glm4_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    formats = {name: torch.float32 if "correction_bias" in name else torch.float16 for name in tensors}
+    formats["lm_head.weight"] = torch.bfloat16
+    save_file({name: tensor.to(formats[name]) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    found = exported_dtypes(tmp_path, ModelSpec.from_folder(tmp_path))
+    assert {name for name, dtype in found.items() if dtype == "BF16"} == {"lm_head.weight"}
+    assert set(found.values()) == {"BF16", "F32"}
