@@ -22,6 +22,7 @@ RUNTIME = [
     "reasoning-gym>=0.1.25",
     "rich",
     "safetensors",
+    "scipy",
     "torch>=2.13",
     "transformers>=5.19",
 ]

@@ -142,7 +142,9 @@ def evaluate(config: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("output", type=click.Path(path_type=Path))
 @_OVERRIDES
 def export(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
-    """Write a run's newest checkpoint, or Megatron shards, as a Hugging Face folder.
+    """Write a checkpoint or Megatron shards as a Hugging Face folder.
+
+    Of a run the newest checkpoint is taken.
 
     OUTPUT gets the weights in the number formats of the model that the run started from, or of the shards, and the
     tokenizer. Shards are what megarl import wrote; they are copied bit for bit, and a run that was cut off goes on.
@@ -184,18 +186,40 @@ def import_(model: Path, output: Path, sizes: tuple[str, ...], te: bool) -> None
 
 
 @main.command()
-@_CONFIG
+@click.argument("config", type=click.Path(path_type=Path), required=False)
 @_OVERRIDES
-def plan(config: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--weights", is_flag=True, help="Print what a weight sync moves; without CONFIG, of well-known models.")
+def plan(config: Path | None, overrides: tuple[str, ...], weights: bool) -> None:
     """Print layout, memory per GPU and batch arithmetic.
 
     Starts nothing, and needs only the model's config.json.
     """
-    from megarl.estimate import describe
     from megarl.preflight import check
+
+    if weights:
+        _print_traffic(config, overrides)
+        return
+    if config is None:
+        raise click.UsageError("CONFIG is required without --weights; use one of configs/")
+    from megarl.estimate import describe
 
     loaded = load(config, list(overrides))
     click.echo(describe(loaded, check(loaded, weights=False)))
+
+
+def _print_traffic(config: Path | None, overrides: tuple[str, ...]) -> None:
+    from megarl.preflight import check
+    from megarl.traffic import Setting, print_table, typical_settings
+    from megarl.trainer.settings import layout_of
+    from megarl.weights.engine_layout import engine_layout_of
+
+    with users_mistake():
+        if config is None:
+            print_table(list(typical_settings(Path(__file__).parents[1] / "configs/models")))
+            return
+        loaded = load(config, list(overrides))
+        spec, trainer = check(loaded, weights=False), layout_of(loaded.trainer.parallel)
+        print_table([Setting(loaded.trainer.model.name, spec, trainer, engine_layout_of(loaded.rollout))])
 
 
 @main.command()

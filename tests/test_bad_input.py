@@ -232,7 +232,9 @@ def test_what_a_cpu_cannot_do_may_be_planned_on_one(capsys: pytest.CaptureFixtur
     assert "engines    1 x tensor parallel 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["train", "sft", "init", "eval", "export", "plan", "compare", "upcycle", "env"])
+@pytest.mark.parametrize(
+    "verb", ["train", "sft", "init", "eval", "import", "export", "plan", "compare", "upcycle", "env"]
+)
 def test_help_says_in_one_line_what_a_command_does(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     listed = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [verb])

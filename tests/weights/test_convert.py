@@ -176,7 +176,8 @@ from megarl.weights.megatron_layout import MegatronLayout
 from megarl.weights.spec import ModelSpec
 
 folder = Path(sys.argv[1])
-output = MegatronFiles(folder / "shards", ModelSpec.from_folder(folder / "source"), MegatronLayout(tp=2, world_size=2), "te")
+spec, layout = ModelSpec.from_folder(folder / "source"), MegatronLayout(tp=2, world_size=2)
+output = MegatronFiles(folder / "shards", spec, layout, "te")
 job = prepare_import(folder / "source", output)
 print(Converter().convert(job, 0).peak_bytes)
 """
