@@ -10,12 +10,15 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 RUNTIME = [
     "accelerate",  # transformers reads GGUF weights with it
+    "blake3",
+    "click",
     "gguf",
     "jinja2",
     "matplotlib",
     "megatron-core>=0.16.1",
     "mlflow>=3.17",
     "numpy",
+    "psutil",
     "pydantic>=2.12",
     "pyyaml",
     "ray[default]>=2.60",

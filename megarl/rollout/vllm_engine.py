@@ -20,7 +20,7 @@ import torch
 from megarl.config import RolloutConfig
 from megarl.rollout import vllm_cpu
 from megarl.rollout.gate import Gate, alone
-from megarl.rollout.vllm_weights import LiveModel, Undo, WeightMismatch, loaded_shapes
+from megarl.rollout.vllm_weights import LiveModel, Prepared, WeightMismatch, loaded_shapes
 from megarl.types import EngineStatus, FinishReason, GenerateRequest, Turn
 from megarl.weights.transports.shm import FOLDER
 from megarl.weights.transports.transport import DTYPES, Cargo, Transport
@@ -70,8 +70,8 @@ class VllmWorker:
         self._interruptible = interruptible
         self._stop_ids = stop_token_ids(model)
         self._version, self._content = NO_VERSION, ""
-        self._received: tuple[int, str] | None = None
-        self._undo: tuple[Undo, int, str] | None = None
+        self._received: tuple[int, str, Prepared] | None = None
+        self._undo: tuple[Prepared, int, str] | None = None
         self._num_requests = 0
         self._cargo: Cargo | None = None
 
@@ -189,11 +189,15 @@ class VllmWorker:
         self._cargo = cargo
 
     def receive(self, version: int, timeout_s: float | None = None) -> EngineStatus:
-        """Take this rank's new weights and check them; the status tells of ``version``. They are not served yet."""
+        """Take this rank's new weights, check them and pack them; the status tells of ``version``.
+
+        They are not served yet, and generation goes on meanwhile.
+        """
 
         def receive() -> None:
             self._received = None
-            self._received = (version, self._reader.receive(version, timeout_s or self._config.timeout_s))
+            digest = self._reader.receive(version, self._config.timeout_s if timeout_s is None else timeout_s)
+            self._received = (version, digest, self._live.prepare(self._reader.parameters(), turn=version))
 
         error = _error_of(receive)
         return self._status(version, self._received[1] if self._received else "", error)
@@ -215,15 +219,10 @@ class VllmWorker:
             raise RuntimeError(f"version {version} was not received; call receive({version}) first")
         if self._undo is not None:
             raise RuntimeError("an install is neither resumed nor rolled back yet")
-        staged = self._reader.parameters()
-        undo = self._live.install(staged)
-        try:
-            self._live.probe(staged, turn=version)
-        except BaseException:
-            undo()
-            raise
-        self._undo = (undo, self._version, self._content)
-        self._version, self._content = self._received
+        _, content, prepared = self._received
+        prepared.exchange()
+        self._undo = (prepared, self._version, self._content)
+        self._version, self._content, self._received = version, content, None
 
     def rollback(self) -> EngineStatus:
         """Undo the last ``install`` bit for bit; nothing to do where it failed or was never called."""
@@ -233,8 +232,8 @@ class VllmWorker:
 
     def _rollback(self) -> None:
         if self._undo is not None:
-            undo, self._version, self._content = self._undo
-            undo()
+            prepared, self._version, self._content = self._undo
+            prepared.exchange()
             self._undo = None
         if self._version == NO_VERSION:
             raise RuntimeError("there is no earlier version to serve; the engine stays paused")

@@ -3,26 +3,28 @@
 vLLM keeps weights in the form its kernels want, made once after loading: on CPU every linear layer's weight moves into
 a packed oneDNN handler (``layer.cpu_linear``) and leaves an empty parameter behind, and expert weights are prepacked in
 place. So writing into the live parameters does nothing for linear layers and corrupts experts, and vLLM's own
-reloading misses tied heads and prepacks experts over prepacked ones (both silently). Here every module gets its whole
-shard in the layout a checkpoint loader would have left, as a new parameter, and the module's own
-``process_weights_after_loading`` packs it, exactly as at start-up:
+reloading misses tied heads and prepacks experts over prepacked ones (both silently). Here a stand-in of every module
+gets the whole shard in the layout a checkpoint loader would have left, and the module's own
+``process_weights_after_loading`` packs it, exactly as at start-up, while the module itself goes on serving:
 
-    linear, embedding, head   quant_method.process_weights_after_loading(module)
-    experts                   quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-    tied head                 pointed at the new embedding parameter, then as a linear layer
+    linear, embedding, head   quant_method.process_weights_after_loading(stand_in)
+    experts                   quant_method.moe_kernel.fused_experts.process_weights_after_loading(stand_in)
+    tied head                 given the new embedding parameter, then as a linear layer
     latent attention          attention.process_weights_after_loading(dtype), after the layer it derives from
-    vectors                   copied into place: norms, biases, and the router's, which vLLM refers to from elsewhere
+    vectors                   nothing to pack: norms, biases, and the router's, which vLLM refers to from elsewhere
 
-The old parameters and handlers are only put aside, vectors are kept: undoing an install gives the old numbers bit
-for bit. Modules that are packed in any other way are refused.
+Installing is then an exchange between modules and stand-ins, of references and of the vectors' values. It takes next to
+no time, and the same exchange again gives the old numbers back bit for bit. Modules that are packed in any other way
+are refused.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,43 +66,38 @@ class WeightMismatch(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
-    """What one module held before an install."""
+class _Pair:
+    """A module, and a stand-in that holds what is not in place: first the new weights, after an exchange the old."""
 
     module: nn.Module
-    parameters: dict[str, nn.Parameter | None]
+    stand_in: nn.Module
     vectors: dict[str, Tensor]
-    """Copies of those that are overwritten in place."""
-    handler: Any
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Before:
-        parameters = dict(module._parameters)
-        vectors = {leaf: p.detach().clone() for leaf, p in parameters.items() if p is not None and p.ndim == 1}
-        return cls(module, parameters, vectors, module.__dict__.get(_PACKED_HANDLER))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put it back."""
-        self.module._parameters.update(self.parameters)
+    def exchange(self) -> None:
+        """What is in place for what is not."""
+        mine, other = self.module.__dict__, self.stand_in.__dict__
+        mine["_parameters"], other["_parameters"] = other["_parameters"], mine["_parameters"]
+        if _PACKED_HANDLER in mine:
+            mine[_PACKED_HANDLER], other[_PACKED_HANDLER] = other[_PACKED_HANDLER], mine[_PACKED_HANDLER]
         for leaf, vector in self.vectors.items():
-            parameter = self.parameters[leaf]
+            parameter = self.module._parameters[leaf]
             assert parameter is not None, leaf
+            before = parameter.clone()
             parameter.copy_(vector)
-        if self.handler is not None:
-            self.module.__dict__[_PACKED_HANDLER] = self.handler
+            vector.copy_(before)
 
 
 @dataclass(frozen=True, slots=True)
-class Undo:
-    """Takes one install back."""
+class Prepared:
+    """New weights in the form the kernels want, beside those that are served."""
 
-    befores: tuple[_Before, ...]
+    pairs: tuple[_Pair, ...]
 
-    def __call__(self) -> None:
-        """Put everything back, newest first."""
-        for before in reversed(self.befores):
-            before.restore()
+    def exchange(self) -> None:
+        """Put them in place, or back out."""
+        for pair in self.pairs:
+            pair.exchange()
 
 
 class LiveModel:
@@ -148,67 +145,78 @@ class LiveModel:
                 raise WeightMismatch(f"{path} holds experts {placed} and the plan sends it {list(planned)}")
 
     @torch.no_grad()
-    def install(self, staged: Mapping[str, Tensor]) -> Undo:
-        """Replace all parameters by copies of ``staged`` and pack them; on any error the old ones are back in place.
+    def prepare(self, staged: Mapping[str, Tensor], turn: int) -> Prepared:
+        """Pack ``staged``, which must have passed ``require_match``, and prove that it computes what it should.
 
-        ``staged`` must have passed ``require_match``.
-        """
-        befores: list[_Before] = []
-        try:
-            for path, leaves in _by_module(staged).items():
-                befores.append(_Before.of(self._modules[path]))
-                self._fill(path, leaves)
-            for module in self._latent.values():
-                befores.append(_Before.of(module))
-                _derive(module)
-            for name, owner in self._tied.items():
-                path, _, leaf = name.rpartition(".")
-                befores.append(_Before.of(self._modules[path]))
-                self._modules[path]._parameters[leaf] = self._parameter(owner)
-                _pack(self._modules[path])
-        except BaseException:
-            Undo(tuple(befores))()
-            raise
-        return Undo(tuple(befores))
-
-    def _fill(self, path: str, leaves: Mapping[str, Tensor]) -> None:
-        module = self._modules[path]
-        for leaf, tensor in leaves.items():
-            if tensor.ndim == 1:
-                self._parameter(f"{path}.{leaf}").copy_(tensor)
-            else:
-                module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
-        _pack(module)
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        path, _, leaf = name.rpartition(".")
-        parameter: nn.Parameter | None = self._modules[path]._parameters[leaf]
-        assert parameter is not None, name
-        return parameter
-
-    # --- self check ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def probe(self, staged: Mapping[str, Tensor], turn: int) -> None:
-        """Compare what modules compute with what ``staged`` says they should: all of one layer, and the head.
-
-        ``turn`` picks the layer, so that syncs in a row go through all of them. It costs about one decode step of one
-        layer and catches handlers that still hold old weights.
+        What is served is not touched. Compared are the modules of one layer and the head; ``turn`` picks the layer, so
+        that syncs in a row go through all of them. It costs about one decode step of one layer.
 
         Raises:
             WeightMismatch: naming the module and the difference.
         """
+        stand_ins: dict[str, nn.Module] = {}
+        vectors: dict[str, dict[str, Tensor]] = {}
+        for path, leaves in _by_module(staged).items():
+            stand_ins[path] = _stand_in(self._modules[path])
+            vectors[path] = {leaf: tensor.clone() for leaf, tensor in leaves.items() if tensor.ndim == 1}
+            _fill(stand_ins[path], {leaf: tensor for leaf, tensor in leaves.items() if tensor.ndim > 1})
+        for path, module in self._latent.items():
+            stand_ins[path] = _derived(module, {id(self._modules[p]): one for p, one in stand_ins.items()})
+        for name, owner in self._tied.items():
+            path, _, leaf = name.rpartition(".")
+            stand_ins[path] = _stand_in(self._modules[path])
+            stand_ins[path]._parameters[leaf] = _parameter_of(stand_ins, owner)
+            _pack(stand_ins[path])
+        self._probe(stand_ins, staged, turn)
+        return Prepared(tuple(_Pair(self._modules[p], one, vectors.get(p, {})) for p, one in stand_ins.items()))
+
+    def _probe(self, stand_ins: Mapping[str, nn.Module], staged: Mapping[str, Tensor], turn: int) -> None:
         layers = sorted({number for name in staged if (number := _layer_number(name)) is not None})
         layer = layers[turn % len(layers)] if layers else None
         for path, leaves in _by_module(staged).items():
             if _layer_number(path) == layer or path == "lm_head":
-                _probe_module(path, self._modules[path], leaves)
+                _probe_module(path, stand_ins[path], leaves)
         for name, owner in self._tied.items():
             path, _, leaf = name.rpartition(".")
-            _probe_module(path, self._modules[path], {leaf: staged[owner]})
-        for path, module in self._latent.items():
+            _probe_module(path, stand_ins[path], {leaf: staged[owner]})
+        for path in self._latent:
             if _layer_number(path) == layer:
-                _probe_latent(path, module, staged[path.partition(".mla_attn")[0] + ".kv_b_proj.weight"])
+                _probe_latent(path, stand_ins[path], staged[path.partition(".mla_attn")[0] + ".kv_b_proj.weight"])
+
+
+def _stand_in(module: nn.Module) -> nn.Module:
+    """The same module with a parameter list of its own."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_parameters"] = dict(module._parameters)
+    return stand_in
+
+
+def _fill(stand_in: nn.Module, matrices: Mapping[str, Tensor]) -> None:
+    """Give it new matrices and pack them; what it keeps of them is its own, not the staged memory."""
+    for leaf, tensor in matrices.items():
+        stand_in._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    _pack(stand_in)
+    for leaf, tensor in matrices.items():
+        kept = stand_in._parameters[leaf]
+        if kept is not None and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            stand_in._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
+
+
+def _derived(latent: Any, stand_ins: Mapping[int, nn.Module]) -> nn.Module:
+    """Latent attention with its own form of the new ``kv_b_proj``, which is among ``stand_ins``, by the module's id."""
+    stand_in: Any = _stand_in(latent)
+    stand_in.__dict__["_modules"] = {name: stand_ins.get(id(m), m) for name, m in latent._modules.items()}
+    for leaf in ("W_UV", "W_UK_T"):  # vLLM would overwrite the old ones
+        stand_in._parameters[leaf] = nn.Parameter(torch.empty_like(latent._parameters[leaf]), requires_grad=False)
+    stand_in.process_weights_after_loading(stand_in.W_UV.dtype)
+    return cast("nn.Module", stand_in)
+
+
+def _parameter_of(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter:
+    path, _, leaf = name.rpartition(".")
+    parameter: nn.Parameter | None = modules[path]._parameters[leaf]
+    assert parameter is not None, name
+    return parameter
 
 
 def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -272,13 +280,6 @@ def _pack(module: nn.Module) -> None:
         method.process_weights_after_loading(module)
 
 
-def _derive(latent: Any) -> None:
-    """Have latent attention compute its own form of ``kv_b_proj`` into new parameters."""
-    for leaf in ("W_UV", "W_UK_T"):  # vLLM would overwrite the old ones, which an undo needs
-        latent._parameters[leaf] = nn.Parameter(torch.empty_like(latent._parameters[leaf]), requires_grad=False)
-    latent.process_weights_after_loading(latent.W_UV.dtype)
-
-
 def _require_refittable(path: str, module: Any) -> None:
     method = getattr(module, "quant_method", None)
     name = type(method).__name__
@@ -302,15 +303,10 @@ def _own_experts(module: Any, count: int) -> list[int]:
 
 
 def _probe_module(path: str, module: nn.Module, leaves: Mapping[str, Tensor]) -> None:
-    if getattr(module, "quant_method", None) is None:
-        pairs = [(getattr(module, leaf), tensor) for leaf, tensor in leaves.items()]
-    elif "w13_weight" in leaves:
-        pairs = [_experts_outputs(module, leaves["w13_weight"], leaves["w2_weight"])]
-    else:
-        pairs = [_linear_outputs(module, leaves["weight"], leaves.get("bias"))]
-        pairs += [(getattr(module, leaf), tensor) for leaf, tensor in leaves.items() if tensor.ndim == 1]
-    for found, expected in pairs:
-        _require_close(path, found, expected)
+    if "w13_weight" in leaves:
+        _require_close(path, *_experts_outputs(module, leaves["w13_weight"], leaves["w2_weight"]))
+    elif "weight" in leaves and getattr(module, "quant_method", None) is not None:
+        _require_close(path, *_linear_outputs(module, leaves["weight"], leaves.get("bias")))
 
 
 def _probe_latent(path: str, module: Any, kv_up: Tensor) -> None:
@@ -339,7 +335,7 @@ def _probe_input(columns: int, dtype: torch.dtype) -> Tensor:
 def _linear_outputs(module: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(what the module computes, what it should), both [tokens, rows of this rank]."""
     x = _probe_input(weight.shape[1], weight.dtype)
-    return module.quant_method.apply(module, x, getattr(module, "bias", None)), functional.linear(x, weight, bias)
+    return module.quant_method.apply(module, x, bias), functional.linear(x, weight, bias)
 
 
 def _experts_outputs(module: Any, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
