@@ -56,6 +56,8 @@ REFITTABLE_EXPERTS = frozenset({"CPUUnquantizedExperts"})
 _PACKED_HANDLER = "cpu_linear"
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _PROBE_TOKENS = 4
+_PROBE_ROWS = 4096
+"""A head has many more rows, and the product that it is compared with would need as much memory again."""
 
 
 T = TypeVar("T")
@@ -333,9 +335,11 @@ def _probe_input(columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _linear_outputs(module: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(what the module computes, what it should), both [tokens, rows of this rank]."""
+    """(what the module computes, what it should), both [tokens, the first rows of this rank]."""
     x = _probe_input(weight.shape[1], weight.dtype)
-    return module.quant_method.apply(module, x, bias), functional.linear(x, weight, bias)
+    own_bias = None if bias is None else bias[:_PROBE_ROWS]
+    found = module.quant_method.apply(module, x, bias)[:, :_PROBE_ROWS]
+    return found, functional.linear(x, weight[:_PROBE_ROWS], own_bias)
 
 
 def _experts_outputs(module: Any, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

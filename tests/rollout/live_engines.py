@@ -12,7 +12,7 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.orchestration.ray_workers import RayCluster, RayWorkers
-from megarl.rollout.engine import VllmEngines
+from megarl.rollout.engine import InFlight, VllmEngines
 from megarl.types import Sample, StagedWeights
 from megarl.weights.hf_files import ShardReader
 from megarl.weights.megatron_layout import MegatronLayout, megatron_params
@@ -59,13 +59,21 @@ class Files:
 
 
 async def start(
-    cluster: RayCluster, config: RolloutConfig, folder: Path, logs: Path, target: str, name: str
+    cluster: RayCluster,
+    config: RolloutConfig,
+    folder: Path,
+    logs: Path,
+    target: str,
+    name: str,
+    in_flight: InFlight = "wait",
 ) -> tuple[VllmEngines, RayWorkers]:
+    """One engine that serves the weights of ``folder`` as version 0."""
     size = config.tensor_parallel
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    args = (config, folder, 0, in_flight != "wait")
     workers = await cluster.workers(
-        name, target, [(config, folder, 0)] * size, env=[env] * size, log_folder=logs, side_methods=SIDE_METHODS
+        name, target, [args] * size, env=[env] * size, log_folder=logs, side_methods=SIDE_METHODS
     )
-    engines = VllmEngines(workers, config)
+    engines = VllmEngines(workers, config, in_flight)
     await engines.setup()
     return engines, workers
