@@ -16,6 +16,7 @@ from megarl.data.prompts import Task, make_task
 from megarl.data.renderer import Renderer
 from megarl.envs.single_turn import SingleTurn
 from megarl.interfaces import Tracker
+from megarl.logs import recorded
 from megarl.loop import System, train
 from megarl.orchestration.placement import Colocated, Disaggregated
 from megarl.orchestration.ray_workers import RayCluster
@@ -60,8 +61,9 @@ async def run_training(config: RunConfig) -> str:
     resumed = checkpoints.newest_state() if checkpoints.committed() else None
     tracker = open_tracker(config, resumed)
     try:
-        async with _system(config, tracker) as system:
-            await train(system, config)
+        with recorded(config.run_folder / "logs/driver.log"):
+            async with _system(config, tracker) as system:
+                await train(system, config)
     except BaseException as error:
         tracker.close("KILLED" if isinstance(error, asyncio.CancelledError) else "FAILED")
         raise

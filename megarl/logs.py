@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _TAIL_BYTES = 64 * 1024
@@ -23,6 +25,24 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
         force=True,
     )
     logging.getLogger("megarl").setLevel(level)
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """While inside, megarl's own log records of this process, from INFO on, also go to the end of the file ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("megarl")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(before or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def last_lines(path: Path, count: int) -> tuple[str, ...]:

@@ -227,6 +227,26 @@ class SyncReport:
     probe_max_diff: float | None = None
     """Largest |engine - trainer| log-probability on the fixed prompts; None when not probed."""
 
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes moved by the lower bound."""
+        return self.bytes_moved / max(self.lower_bound_bytes, 1)
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes by the time of staging and installing."""
+        return self.bytes_moved / 1e9 / max(self.stage_s + self.install_s, 1e-9)
+
+    @property
+    def text(self) -> str:
+        """Example: ``version 3: 1.5 MB, 1.00 of the bound, 0 of them whole tensors; staged in ...``."""
+        probe = "" if self.probe_max_diff is None else f"; fixed prompts differ by {self.probe_max_diff:.1e}"
+        return (
+            f"version {self.version}: {self.bytes_moved / 1e6:,.1f} MB, {self.bytes_ratio:.2f} of the bound, "
+            f"{self.fallback_bytes} of them whole tensors; staged in {self.stage_s:.3f} s, installed in "
+            f"{self.install_s:.3f} s, paused for {self.pause_s:.3f} s, {self.gb_per_s:.2f} GB/s{probe}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from pathlib import Path
 
-from megarl.logs import last_lines
+from megarl.logs import last_lines, recorded
 
 
 def test_last_lines_of_a_short_a_long_and_a_missing_file(tmp_path):
@@ -33,3 +35,12 @@ def test_megarl_is_heard_from_info_and_others_from_warning_each_on_one_line():
     mine, theirs = errors.splitlines()
     assert mine.endswith("trainer-1 INFO megarl.x: mine")
     assert theirs.endswith("trainer-1 WARNING other: theirs")
+
+
+def test_records_of_megarl_go_to_a_file_while_it_is_open(tmp_path: Path) -> None:
+    with recorded(tmp_path / "logs/driver.log"):
+        logging.getLogger("megarl.weights.sync").info("version 3")
+        logging.getLogger("elsewhere").error("not ours")
+    logging.getLogger("megarl.weights.sync").warning("afterwards")
+    lines = (tmp_path / "logs/driver.log").read_text().splitlines()
+    assert [line.partition("INFO ")[2] for line in lines] == ["megarl.weights.sync: version 3"]

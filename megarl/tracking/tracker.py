@@ -179,9 +179,9 @@ def _sync_metrics(report: SyncReport) -> dict[str, float]:
     metrics = {
         "sync/bytes_moved": float(report.bytes_moved),
         "sync/lower_bound_bytes": float(report.lower_bound_bytes),
-        "sync/bytes_ratio": report.bytes_moved / max(report.lower_bound_bytes, 1),
+        "sync/bytes_ratio": report.bytes_ratio,
         "sync/fallback_bytes": float(report.fallback_bytes),
-        "sync/gb_per_s": report.bytes_moved / 1e9 / max(report.stage_s + report.install_s, 1e-9),
+        "sync/gb_per_s": report.gb_per_s,
         "sync/stage_s": report.stage_s,
         "sync/install_s": report.install_s,
         "sync/pause_s": report.pause_s,

@@ -9,6 +9,7 @@ publish the version, resume      -> the fixed prompts get the trainer's log-prob
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import numpy as np
 from megarl.config import WeightsConfig
 from megarl.interfaces import PolicyTrainer, RolloutEngine
 from megarl.types import EngineStatus, Sample, SyncReport
+
+_log = logging.getLogger(__name__)
 
 
 class SyncFailed(RuntimeError):
@@ -90,7 +93,7 @@ class BridgeSync:
         self._published = staged.content_digests
         difference = await self._probe(version) if self._probe_is_due() else None
         self._syncs += 1
-        return SyncReport(
+        report = SyncReport(
             version=version,
             bytes_moved=staged.num_bytes,
             lower_bound_bytes=self._lower_bound_bytes,
@@ -99,6 +102,8 @@ class BridgeSync:
             pause_s=resumed - received,
             probe_max_diff=difference,
         )
+        _log.info("%s", report.text)
+        return report
 
     def _require_change(self, digests: tuple[str, ...], version: int, *, expect_change: bool) -> None:
         if expect_change and self._config.require_change and digests == self._published:

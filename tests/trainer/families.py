@@ -62,13 +62,13 @@ FAMILIES = tuple(_OWN)
 MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 
 
-def write_model(family: str, folder: Path, *, seed: int = 0) -> Any:
+def write_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:
     """A random fp32 model saved to ``folder`` by transformers; the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **(_BASE | _OWN[family])), dtype=torch.float32
+        AutoConfig.for_model(family, **(_BASE | _OWN[family] | changes)), dtype=torch.float32
     )
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]

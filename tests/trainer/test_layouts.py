@@ -83,6 +83,19 @@ async def test_logits_equal_transformers_in_every_layout(family, models, ranks):
         assert np.abs(found[0] - expected).max() < 1e-4, layout
 
 
+@pytest.mark.parametrize(("mscale", "mscale_all_dim"), [(1.0, 1.0), (1.0, 0.0), (0.7, 1.0)])
+async def test_stretched_rotary_embeddings_are_those_of_transformers(mscale, mscale_all_dim, ranks, tmp_path):
+    """YaRN, beyond the positions that a model was first made for."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    model = write_model("deepseek_v3", tmp_path, rope_parameters=rope)
+    ids = np.arange(3, 103) * 3 % VOCAB
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    batch = MicroBatch(ids, np.arange(len(ids)), ids, np.array([0, len(ids)]), zeros, zeros, zeros)
+    (found,) = await _ask(ranks[1], "logits", _settings(tmp_path, 1, {}, budget=128), [[batch]])
+    assert np.abs(found - logits_of(model, ids)).max() < 1e-4
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 async def test_loss_and_gradients_equal_one_rank(family, models, ranks):
     folder, _ = models[family]
