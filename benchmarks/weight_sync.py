@@ -29,6 +29,7 @@ import psutil
 import torch
 
 from megarl.config import AlgorithmConfig, ParallelConfig, PrecisionConfig, RolloutConfig, TrainerConfig
+from megarl.orchestration.memory import return_memory, reuse_memory
 from megarl.orchestration.ray_workers import RayCluster, RayWorkers
 from megarl.rollout.engine import VllmEngines
 from megarl.rollout.vllm_engine import VllmWorker
@@ -67,7 +68,7 @@ MODELS: dict[str, tuple[dict[str, Any], ParallelConfig]] = {
         ParallelConfig(world_size=2, tp=2, ep=2),
     ),
 }
-_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**24)}
+_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 _SIDE_METHODS = ("receive", "pause", "install", "rollback", "resume")
 _TIMEOUT_S = 300.0
 
@@ -137,17 +138,18 @@ class ReloadingEngine(VllmWorker):
 
 
 class PeakMemory:
-    """Largest memory of some processes while it is entered, beyond what they had then (private pages, bytes)."""
+    """Largest memory of some processes whenever it is entered, beyond what they have now (private pages, bytes)."""
 
     def __init__(self, pids: list[int]) -> None:
         self._processes = [psutil.Process(pid) for pid in pids]
+        self._before = self._now()
         self.extra_bytes = 0
 
     def _now(self) -> list[int]:
         return [process.memory_full_info().uss for process in self._processes]
 
     def __enter__(self) -> PeakMemory:
-        self._before, self._stop = self._now(), threading.Event()
+        self.extra_bytes, self._stop = 0, threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -214,18 +216,18 @@ async def _measure(cluster: RayCluster, name: str, tp: int, repeats: int, root: 
     await engines.setup()
     plan = make_plan(spec, layout_of(sizes), engine_layout_of(engine_config))
     transport = SharedMemory(f"bench-{os.getpid()}", Cargo(plan, "bf16"))
-    pids = await engine_ranks.call("pid", timeout_s=30)
+    memory = PeakMemory(await engine_ranks.call("pid", timeout_s=30))
     whole = Path(f"/dev/shm/megarl-bench-whole-{os.getpid()}.safetensors")
     with transport.opened():
         await asyncio.gather(trainer.attach(transport), engines.attach(transport))
         ours, usual = [], []
         try:
-            await _megarl(trainer, engines, 0, pids)  # warm: pages, handlers, connections
+            await _megarl(trainer, engines, 0, memory)  # warm: pages, handlers, connections
             for version in range(1, repeats + 1):
                 await trainer_ranks.call("change", timeout_s=_TIMEOUT_S)
-                ours.append(await _megarl(trainer, engines, version, pids))
+                ours.append(await _megarl(trainer, engines, version, memory))
                 scores = await engines.score(_PROMPTS)
-                usual.append(await _usual(trainer_ranks, engine_ranks, spec, whole, pids))
+                usual.append(await _usual(trainer_ranks, engine_ranks, spec, whole, memory))
                 _require_same(scores, await engines.score(_PROMPTS))
         finally:
             whole.unlink(missing_ok=True)
@@ -243,15 +245,15 @@ async def _workers(
         group,
         f"benchmarks.weight_sync:{target}",
         [args] * size,
-        env=[_ENV] * size,
+        env=[{**_ENV, **(reuse_memory() if group == "engine" else return_memory())}] * size,
         log_folder=root / "logs",
         side_methods=_SIDE_METHODS if group == "engine" else (),
     )
 
 
-async def _megarl(trainer: MegatronTrainer, engines: VllmEngines, version: int, pids: list[int]) -> dict[str, float]:
+async def _megarl(trainer: MegatronTrainer, engines: VllmEngines, version: int, memory: PeakMemory) -> dict[str, float]:
     """One sync as ``BridgeSync`` does it, phase by phase; the checks of the modules are part of it."""
-    with PeakMemory(pids) as memory:
+    with memory:
         clock = [time.perf_counter()]
 
         def lap() -> float:
@@ -276,13 +278,13 @@ async def _megarl(trainer: MegatronTrainer, engines: VllmEngines, version: int, 
 
 
 async def _usual(
-    trainer: RayWorkers, engines: RayWorkers, spec: ModelSpec, whole: Path, pids: list[int]
+    trainer: RayWorkers, engines: RayWorkers, spec: ModelSpec, whole: Path, memory: PeakMemory
 ) -> dict[str, float]:
     plan = plan_files({name: (shape, "BF16") for name, shape in spec.hf_tensors().items()}, stem=whole.stem)
     if not whole.exists():
         create_files(whole.parent, plan)
     places = {n: Place(str(whole), p.offset, p.shape, p.dtype) for n, p in plan.places.items()}
-    with PeakMemory(pids) as memory:
+    with memory:
         gather_s = max(await trainer.call("gather", places, timeout_s=_TIMEOUT_S))
         reload_s = max(await engines.call("reload", str(whole), timeout_s=_TIMEOUT_S))
     model_bytes = spec.num_params * 2

@@ -18,6 +18,7 @@ from megarl.envs.single_turn import SingleTurn
 from megarl.interfaces import Tracker
 from megarl.logs import recorded
 from megarl.loop import System, train
+from megarl.orchestration.memory import return_memory, reuse_memory
 from megarl.orchestration.placement import Colocated, Disaggregated
 from megarl.orchestration.ray_workers import RayCluster
 from megarl.orchestration.threads import thread_env
@@ -49,9 +50,6 @@ from megarl.weights.transports.transport import DTYPES, Cargo, Transport
 _PROBE_PROMPTS = 4
 _CONVERT_S = 3600.0
 """Deadline of one rank's share of a conversion."""
-_RETURNED_BLOCK_BYTES = 16 * 2**20
-"""glibc gives freed blocks from this size on back at once. By itself it keeps blocks of up to 32 MiB in its heap, which
-after a few syncs is as much memory again as the weights."""
 _BF16_RULE = ProbeRule("mean", 0.25)
 
 
@@ -257,7 +255,7 @@ async def _start_trainer(cluster: RayCluster, config: RunConfig) -> MegatronTrai
         "trainer",
         "megarl.trainer.worker:TrainerWorker",
         [(settings,)] * size,
-        env=[_process_env(size)] * size,
+        env=[{**_process_env(size), **return_memory()}] * size,
         log_folder=config.run_folder / "logs",
         num_gpus=_gpu_share(config),
     )
@@ -272,7 +270,7 @@ async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
         "engine",
         "megarl.rollout.vllm_engine:VllmWorker",
         [(config.rollout, config.trainer.model.absolute(), None, config.weights.in_flight != "wait")] * size,
-        env=[_process_env(size)] * size,
+        env=[{**_process_env(size), **reuse_memory()}] * size,
         log_folder=config.run_folder / "logs",
         num_gpus=_gpu_share(config),
         side_methods=("receive", "pause", "install", "rollback", "resume"),
@@ -284,8 +282,7 @@ async def _start_engines(cluster: RayCluster, config: RunConfig) -> VllmEngines:
 
 def _process_env(computing_processes: int) -> dict[str, str]:
     """Environment of a process that computes at the same time as ``computing_processes`` - 1 others."""
-    cores = len(os.sched_getaffinity(0))
-    return {**thread_env(cores, computing_processes), "MALLOC_MMAP_THRESHOLD_": str(_RETURNED_BLOCK_BYTES)}
+    return thread_env(len(os.sched_getaffinity(0)), computing_processes)
 
 
 def _gpu_share(config: RunConfig) -> float:

@@ -146,8 +146,8 @@ def export(config: Path, output: Path, overrides: tuple[str, ...]) -> None:
 
     Of a run the newest checkpoint is taken.
 
-    OUTPUT gets the weights in the number formats of the model that the run started from, or of the shards, and the
-    tokenizer. Shards are what megarl import wrote; they are copied bit for bit, and a run that was cut off goes on.
+    OUTPUT gets the weights of a run in the number format of trainer.model's config.json, those of shards bit for bit,
+    and the tokenizer. Shards are what megarl import wrote; an export of them that was cut off goes on.
     """
     from megarl.build import run_export, run_export_of_shards
     from megarl.weights.megatron_files import MegatronFiles

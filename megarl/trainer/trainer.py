@@ -77,7 +77,7 @@ class MegatronTrainer:
         return StagedWeights(tuple(self._transport.content_digests(written.checksums)), written.num_bytes)
 
     async def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder, in the number formats of the model's own files."""
+        """Write the weights as a Hugging Face folder, in the number format of the model's config.json."""
         with appearing(folder) as scratch:
             dtypes = exported_dtypes(self._config.model, self._spec)
             plan = plan_files({name: (shape, dtypes[name]) for name, shape in self._spec.hf_tensors().items()})

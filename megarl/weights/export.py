@@ -37,19 +37,18 @@ KEPT_FILES = (
 
 
 def exported_dtypes(model: Path, spec: ModelSpec) -> dict[str, str]:
-    """The number format of every tensor, in safetensors' words: as in ``model``'s own files, half precision as F32.
+    """The number format of every tensor, in safetensors' words: what ``model``'s config.json names, F32 where none.
 
-    Where ``model`` has no weights, the format that its config.json names, F32 where it names none.
+    In a bf16 model the tensors that are fp32 in its own files stay so, such as the experts' bias of DeepSeek and GLM.
     """
     config = json.loads((model / "config.json").read_text())
-    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    default = "BF16" if named == "bfloat16" else "F32"
+    if str(config.get("dtype") or config.get("torch_dtype")) != "bfloat16":
+        return dict.fromkeys(spec.hf_tensors(), "F32")
     try:
-        headers = read_headers(model)
-    except ValueError:
-        return dict.fromkeys(spec.hf_tensors(), default)
-    found = {name: headers[name].dtype if name in headers else default for name in spec.hf_tensors()}
-    return {name: dtype if dtype == "BF16" else "F32" for name, dtype in found.items()}
+        in_fp32 = {name for name, header in read_headers(model).items() if header.dtype == "F32"}
+    except ValueError:  # it has no weights, or they are Megatron shards
+        in_fp32 = set()
+    return {name: "F32" if name in in_fp32 else "BF16" for name in spec.hf_tensors()}
 
 
 def owned_tiles(spec: ModelSpec, layout: MegatronLayout, rank: int, names: Names) -> Iterator[tuple[str, Tile]]:

@@ -103,12 +103,14 @@ def test_without_weights_the_number_format_is_the_configs(
     assert set(exported_dtypes(tmp_path, spec).values()) == {expected}
 
 
-def test_the_number_formats_are_those_of_the_files_the_model_came_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "formats"), [("bfloat16", {"F32", "BF16"}), ("float32", {"F32"})])
+def test_what_is_fp32_in_a_bf16_model_stays_so(config: str, formats: set[str], tmp_path: Path) -> None:
     write_model("glm4_moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    formats = {name: torch.float32 if "correction_bias" in name else torch.float16 for name in tensors}
-    formats["lm_head.weight"] = torch.bfloat16
-    save_file({name: tensor.to(formats[name]) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    kept = {name: torch.float32 if "correction_bias" in name else torch.bfloat16 for name in tensors}
+    save_file({name: tensor.to(kept[name]) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"dtype": config}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
     found = exported_dtypes(tmp_path, ModelSpec.from_folder(tmp_path))
-    assert {name for name, dtype in found.items() if dtype == "BF16"} == {"lm_head.weight"}
-    assert set(found.values()) == {"BF16", "F32"}
+    assert set(found.values()) == formats
+    assert all(dtype == "F32" for name, dtype in found.items() if "correction_bias" in name)
