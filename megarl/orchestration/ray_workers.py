@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import signal
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -31,6 +30,7 @@ from megarl.logs import last_lines
 from megarl.orchestration.local_processes import LocalProcesses
 from megarl.orchestration.rendezvous import Place, rendezvous
 from megarl.orchestration.shell import Raised, Shell
+from megarl.ports import free_port
 from megarl.recovery.failure import WorkerFailed
 
 _LOG_LINES = 20
@@ -256,10 +256,7 @@ def _importing_megarl(env: Mapping[str, str]) -> dict[str, str]:
 
 def _place(_: Shell) -> Place:
     """Runs in the actor."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
+    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port())
 
 
 def _one_line(error: Exception) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from megarl.config import RolloutConfig
+from megarl.ports import free_port
 from megarl.rollout import vllm_cpu
 from megarl.rollout.gate import Gate, alone
 from megarl.rollout.vllm_weights import LiveModel, Prepared, WeightMismatch, loaded_shapes
@@ -79,9 +79,7 @@ class VllmWorker:
 
     def free_endpoint(self) -> str:
         """A free ``host:port`` for the ranks of one engine to meet at; they share a machine."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{free_port()}"
 
     def setup(self, tp_rank: int, endpoint: str) -> str:
         """Start the engine together with its other ranks, which meet at ``endpoint``; says what was started."""

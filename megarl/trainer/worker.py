@@ -7,7 +7,6 @@ their docstring and None elsewhere.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import policy_loss, supervised_loss
 from megarl.config import ParallelConfig
+from megarl.ports import free_port
 from megarl.precision import RECIPES
 from megarl.trainer import cpu
 from megarl.trainer.settings import WorkerSettings, layout_of
@@ -51,10 +51,8 @@ class TrainerWorker:
 
     @staticmethod
     def free_port() -> int:
-        """A port of this rank's machine that is free now; rank 0's is where the ranks meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """A port of this rank's machine that is free; rank 0's is where the ranks meet."""
+        return free_port()
 
     def setup(self, port: int) -> str:
         """Meet the other ranks at ``port``, build the model and fill it from its folder; says what was built."""

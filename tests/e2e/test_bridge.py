@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megarl.config import (
 )
 from megarl.data.packing import loss_weights, pack_one
 from megarl.orchestration.ray_workers import RayCluster
+from megarl.ports import free_port
 from megarl.rollout.engine import VllmEngines
 from megarl.trainer.settings import WorkerSettings, layout_of
 from megarl.trainer.trainer import MegatronTrainer
@@ -73,10 +73,7 @@ def _transport(kind: str, cargo: Cargo, folder: Path, sizes: ParallelConfig, eng
         return SharedMemory(f"test-bridge-{os.getpid()}", cargo)
     if kind == "disk":
         return Disk(folder, cargo)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    return PointToPoint(endpoint, cargo, sizes.world_size, engine.tensor_parallel, 60.0)
+    return PointToPoint(f"127.0.0.1:{free_port()}", cargo, sizes.world_size, engine.tensor_parallel, 60.0)
 
 
 def _samples() -> list[Sample]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.ports import free_port
 from megarl.weights.transports.disk import Disk
 from megarl.weights.transports.p2p import PointToPoint
 from megarl.weights.transports.shm import SharedMemory
@@ -49,7 +49,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     elif request.param == "disk":
         transport = Disk(tmp_path / "weights", cargo())
     else:
-        transport = PointToPoint(f"127.0.0.1:{_free_port()}", cargo(replicas), RANKS, 2, 20.0)
+        transport = PointToPoint(f"127.0.0.1:{free_port()}", cargo(replicas), RANKS, 2, 20.0)
     with transport.opened(), ThreadPoolExecutor() as pool:
         writers = [pool.submit(transport.writer, rank) for rank in range(RANKS)]
         readers = [pool.submit(transport.reader, replica, rank) for replica in range(replicas) for rank in range(2)]
@@ -57,12 +57,6 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         yield bench
         for side in (*bench.writers, *bench.readers):
             side.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_rank_gets_its_own_shard_of_every_version(bench: Bench) -> None:
