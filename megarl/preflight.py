@@ -120,7 +120,6 @@ def _trainer_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     is_even = sizes.first_stage_layers is None and sizes.last_stage_layers is None and not sizes.pipeline_layout
     parts = [
         ("tp", "attention heads", spec.heads),
-        ("tp", "key-value heads", 0 if spec.latent else spec.kv_heads),
         ("pp", "layers", spec.layers if is_even else 0),
         ("tp", "feed-forward width", spec.ffn if spec.dense_layers else 0),
         ("tp", "shared experts' width", spec.shared_ffn),
@@ -132,6 +131,9 @@ def _trainer_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         if total % size:
             rule = f"must divide the model's {what} ({total})"
             yield Problem(f"trainer.parallel.{name}", size, rule, _smaller_groups(config, name, total))
+    if spec.latent is None and spec.kv_heads % sizes.tp and sizes.tp % spec.kv_heads:
+        rule = f"must divide the model's key-value heads ({spec.kv_heads}) or be a multiple of them"
+        yield Problem("trainer.parallel.tp", sizes.tp, rule, _smaller_groups(config, "tp", spec.kv_heads))
     for name in ("ep", "etp"):
         if not spec.experts and getattr(sizes, name) != 1:
             rule = "must be 1: the model has no experts"

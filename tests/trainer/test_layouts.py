@@ -20,13 +20,14 @@ from tests.trainer.families import FAMILIES, MOE_FAMILIES, VOCAB, logits_of, wri
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANKS = 4
-DENSE_LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "pipeline_layout": "E|tt|tt|L"})
+DENSE_LAYOUTS = ({}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "pipeline_layout": "E|tt|tt|L"})
 MOE_LAYOUTS = ({"ep": 2}, {"tp": 2, "ep": 2})
 TRAINING_LAYOUTS = (
     {"tp": 2, "pp": 2},
     {"pp": 2, "ep": 2},
     {"tp": 2, "ep": 2},
     {"tp": 2, "etp": 2},
+    {"tp": 4},  # of two key heads
     {"ep": 2, "etp": 2},
     {"tp": 2, "pp": 2, "vpp": 2},
     {"pp": 2, "first_stage_layers": 1, "ep": 2},
